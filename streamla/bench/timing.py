@@ -1,0 +1,155 @@
+"""Times that can be defended: median and quartiles of repeats, interleaved, and the state of the GPU.
+
+On a GPU the calls of each candidate are captured into one CUDA graph. The graphs are replayed in turn, never
+two of a kind in a row, and all repeats are queued before the first is waited for: so the GPU never idles
+between two events, and a slow drift of its clocks touches every candidate alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+Calls = Mapping[str, Sequence[Callable[[], None]]]  # candidate -> one call a region
+
+MIN_REPEATS, MAX_REPEATS = 11, 101
+SECONDS_A_SHAPE = 0.05  # of GPU time, for all candidates of a shape together
+EAGER_CALLS = 16
+DRIFT = 0.05  # relative change of the SM clock that is worth a warning
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds a call."""
+
+    us: float
+    us_p25: float
+    us_p75: float
+    repeats: int
+
+
+def summary(samples: Sequence[float]) -> Times:
+    """Median and quartiles."""
+    quartiles = torch.tensor(samples, dtype=torch.float64).quantile(
+        torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)
+    )
+    return Times(*quartiles.tolist(), len(samples))
+
+
+def time_graphs(calls: Calls, repeats: int | None = None) -> dict[str, Times]:
+    """Times of graph replay. A candidate's calls must be free of allocation and host work.
+
+    Args:
+        calls: what to time; every call has run once already (nothing is compiled here).
+        repeats: replays of each graph; None for as many as fit SECONDS_A_SHAPE.
+    """
+    graphs = {name: _capture(sequence) for name, sequence in calls.items()}
+    once = {name: _queue_replays({name: graph}, 2)[name][-1] for name, graph in graphs.items()}
+    if repeats is None:
+        fitting = int(SECONDS_A_SHAPE * 1e3 / sum(once.values()))
+        repeats = min(MAX_REPEATS, max(MIN_REPEATS, fitting))
+    samples = _queue_replays(graphs, repeats)
+    return {
+        name: summary([ms * 1e3 / len(calls[name]) for ms in milliseconds])
+        for name, milliseconds in samples.items()
+    }
+
+
+def _capture(calls: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def _queue_replays(
+    graphs: Mapping[str, torch.cuda.CUDAGraph], repeats: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each replay, in rounds of one replay a graph."""
+    events: dict[str, list] = {name: [] for name in graphs}
+    for _ in range(repeats):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            events[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {name: [a.elapsed_time(b) for a, b in pairs] for name, pairs in events.items()}
+
+
+def time_eager(calls: Sequence[Callable[[], None]], repeats: int = 5) -> Times:
+    """Times of plain calls one after another, as the host issues them: launch cost included."""
+    rounds = -(-EAGER_CALLS // len(calls))
+    samples = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - begin) * 1e6 / (rounds * len(calls)))
+    return summary(samples)
+
+
+def time_cpu(calls: Calls, repeats: int = 3) -> dict[str, Times]:
+    """Wall-clock times without a GPU, interleaved as on one."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, sequence in calls.items():
+            begin = time.perf_counter()
+            for call in sequence:
+                call()
+            samples[name].append((time.perf_counter() - begin) * 1e6 / len(sequence))
+    return {name: summary(times) for name, times in samples.items()}
+
+
+@dataclass(frozen=True)
+class GPUState:
+    """What NVML says of the GPU at one moment. It is read and never set."""
+
+    sm_mhz: int
+    memory_mhz: int
+    celsius: int
+    watts: float
+
+
+def gpu_state(device: torch.device) -> GPUState | None:
+    """The state now, or None where there is no NVML."""
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        return GPUState(
+            pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+            pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+            pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        )
+    except Exception:  # absent, an AMD driver, or no permission in a container: none of these is fatal
+        return None
+
+
+def drift(before: GPUState | None, after: GPUState | None) -> str | None:
+    """A warning if the clocks moved while measuring, else None."""
+    if before is None or after is None:
+        return None
+    for name in ("sm_mhz", "memory_mhz"):
+        a, b = getattr(before, name), getattr(after, name)
+        if a and abs(b - a) > DRIFT * a:
+            return f"{name} moved from {a} to {b} while measuring: compare times with care"
+    return None
+
+
+def state_record(before: GPUState | None, after: GPUState | None) -> dict:
+    """Both states, as they are stored."""
+    return {k: asdict(s) if s else None for k, s in (("before", before), ("after", after))}
