@@ -1,0 +1,276 @@
+// Hopper's own instructions as small functions: mbarriers, bulk copies, wgmma, conversions, and the
+// loads, stores and barriers that need an address space or an ordering C++ cannot express.
+// Compiles under NVRTC: no header is included.
+#pragma once
+
+#define DEVICE __device__ __forceinline__
+
+namespace streamla {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+constexpr int WARP = 32;
+constexpr int WARPGROUP = 128;
+constexpr u32 FULL_WARP = 0xffffffffu;
+constexpr float NEG_INF = -__builtin_huge_valf();
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+
+// ---- shared memory. Addresses are 32-bit offsets in the shared window (u32), never generic pointers.
+
+DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+DEVICE u32 load_shared_u32(u32 address) {
+    u32 v;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(address));
+    return v;
+}
+DEVICE uint2 load_shared_u32x2(u32 address) {
+    uint2 v;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+    return v;
+}
+DEVICE uint4 load_shared_u32x4(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+DEVICE float load_shared_f32(u32 address) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+    return v;
+}
+DEVICE float2 load_shared_f32x2(u32 address) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+    return v;
+}
+DEVICE float4 load_shared_f32x4(u32 address) {
+    float4 v;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+    return v;
+}
+DEVICE void store_shared(u32 address, u32 v) {
+    asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(v) : "memory");
+}
+DEVICE void store_shared(u32 address, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" :: "r"(address), "f"(v) : "memory");
+}
+DEVICE void store_shared(u32 address, float2 v) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
+DEVICE void store_shared(u32 address, float4 v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+DEVICE void store_shared(u32 address, uint4 v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :: "r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// ---- ordering
+
+// What this thread stored to shared memory becomes visible to wgmma and to the copy engine. Execute it
+// in every storing thread, then a barrier.
+DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads, a multiple of 32.
+DEVICE void named_barrier(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+// The same, and tells every thread whether any of them passed true.
+DEVICE bool named_barrier_any(int id, int threads, bool mine) {
+    int any;
+    asm volatile("{\n"
+                 ".reg .pred p, q;\n"
+                 "setp.ne.s32 q, %3, 0;\n"
+                 "bar.red.or.pred p, %1, %2, q;\n"
+                 "selp.s32 %0, 1, 0, p;\n"
+                 "}" : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<int>(mine)) : "memory");
+    return any;
+}
+
+// ---- mbarriers (8 bytes each)
+
+DEVICE void mbarrier_init(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+// After all mbarrier_init: visible to the copy engine (and to the cluster).
+DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void mbarrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+DEVICE void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+// Waits until the phase with this parity has completed.
+DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
+    asm volatile("{\n"
+                 ".reg .pred p;\n"
+                 "WAIT_%=:\n"
+                 "mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
+                 "@!p bra WAIT_%=;\n"
+                 "}" :: "r"(barrier), "r"(parity) : "memory");
+}
+
+// ---- bulk copies: global to shared, 16-byte aligned, a multiple of 16 bytes
+
+DEVICE u64 l2_evict_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE u64 l2_evict_normal() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrier, u64 l2_policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;"
+        :: "r"(destination), "l"(source), "r"(bytes), "r"(barrier), "l"(l2_policy) : "memory");
+}
+DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
+
+// ---- conversions and fp32 helpers
+
+DEVICE float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE u32 pack_half2(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+DEVICE u32 pack_bfloat2(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+DEVICE float bfloat_low(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float bfloat_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Four packed e4m3fn to two f16x2, exact (NaN stays NaN). Volatile keeps it where it was written, in
+// the shadow of the wgmma before it.
+DEVICE void widen_e4m3(u32 quad, u32& low, u32& high) {
+    asm volatile("{\n"
+                 ".reg .b16 l, h;\n"
+                 "mov.b32 {l, h}, %2;\n"
+                 "cvt.rn.f16x2.e4m3x2 %0, l;\n"
+                 "cvt.rn.f16x2.e4m3x2 %1, h;\n"
+                 "}" : "=r"(low), "=r"(high) : "r"(quad));
+}
+DEVICE u32 max_half2(u32 a, u32 b) {
+    u32 r;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+
+// ---- wgmma
+
+// Shared-memory matrix descriptor. Offsets in bytes; their meaning depends on the swizzle and on which
+// dimension is contiguous (PTX ISA, "Matrix descriptor format").
+enum Swizzle : u64 { SWIZZLE_NONE = 0, SWIZZLE_128 = 1, SWIZZLE_64 = 2, SWIZZLE_32 = 3 };
+DEVICE u64 matrix_descriptor(u32 address, u32 leading_bytes, u32 stride_bytes, Swizzle swizzle) {
+    return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(leading_bytes >> 4) << 16 |
+           static_cast<u64>(stride_bytes >> 4) << 32 | static_cast<u64>(swizzle) << 62;
+}
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING> DEVICE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+}
+
+// d (64 x N fp32) = a (64 x 16 fp16, registers) * b (16 x N fp16, shared) + (accumulate ? d : 0).
+// N_MAJOR: b's N is the contiguous dimension in shared memory, else its K.
+template <bool N_MAJOR> DEVICE void wgmma_f16(float (&d)[4], const u32 (&a)[4], u64 b, bool accumulate) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, %10;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
+                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
+}
+template <bool N_MAJOR> DEVICE void wgmma_f16(float (&d)[8], const u32 (&a)[4], u64 b, bool accumulate) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, %14;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+                   "+f"(d[7])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
+                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
+}
+template <bool N_MAJOR> DEVICE void wgmma_f16(float (&d)[12], const u32 (&a)[4], u64 b, bool accumulate) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %17, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, %16, p, 1, 1, "
+                 "%18;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+                   "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
+                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
+}
+template <bool N_MAJOR> DEVICE void wgmma_f16(float (&d)[16], const u32 (&a)[4], u64 b, bool accumulate) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+                 "{%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+                   "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+                   "+f"(d[14]), "+f"(d[15])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
+                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
+}
+
+// ---- roles
+
+// Hands registers back to, or takes them from, the block's pool; executed by a whole warpgroup.
+template <int REGISTERS> DEVICE void registers_shrink() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+template <int REGISTERS> DEVICE void registers_grow() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+// The value of lane 0 in every lane: tells the compiler that it is uniform in the warp.
+template <typename T> DEVICE T uniform(T v) { return __shfl_sync(FULL_WARP, v, 0); }
+
+// ---- between programs
+
+// Adds 1 to a counter in global memory; everything this thread (and those it met in a barrier before)
+// wrote is visible to whoever sees the sum through load_acquire.
+DEVICE void add_release(int* counter, int v) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" :: "l"(counter), "r"(v) : "memory");
+}
+DEVICE int load_acquire(const int* p) {
+    int v;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE int load_relaxed(const int* p) {
+    int v;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+// ---- programmatic dependent launch
+
+// Until the grid before this one in the stream has finished and its writes are visible.
+DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The next grid may be launched; it still waits for this one before it reads.
+DEVICE void allow_next_grid() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+}  // namespace streamla
