@@ -1,0 +1,525 @@
+"""Named cases, each with the reason it is here. `build.py` makes the inputs, `verify.py` runs them.
+
+A case is data. Every kind of fault that users of paged MLA decode have met has at least one case, and
+is small enough for a CPU; those that need a GPU's memory or its many programs say `gpu=True`.
+Whatever a case says, every run of it also has NaN-filled outputs and workspaces, garbage in the plan's
+buffers, wild page ids past the last needed column, poison in every cache byte that no request owns,
+and canaries around everything written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from streamla.spec import KVFormat, MLASpec
+
+HEAD_COUNTS = (1, 3, 4, 5, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128)
+FORMATS = tuple(fmt.value for fmt in KVFormat)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch of requests and how its tensors lie in memory.
+
+    Attributes:
+        name, reason: what the case is called, and what it is for.
+        lengths: tokens cached for each request.
+        num_heads ... qk_rope_head_dim: the MLASpec.
+        causal, lse_base, batch_invariant, max_seqlen: as in the public calls.
+        k_scale: the cache's scale, for formats that have one.
+        data: the pattern of values, a key of `patterns.PATTERNS`.
+        query_layout: "packed"; "padded": heads followed by NaN, in a wider row; "halves": q_nope is
+            a transposed matrix product and q_pe a slice of a wider projection.
+        page_stride: distance of pages in whole packed pages (engines interleave their layers).
+        page_gap, row_gap: bytes added to the distance of pages and of rows.
+        table_extra: columns past the last needed one; they hold wild page ids.
+        garbage: the wild page id; None takes several in turn.
+        pool_pages: pages in the pool; None for just more than needed.
+        distinct_pages: the requests share this many pages, in random order; None for pages of their own.
+        poisons: what the bytes that no request owns hold, one run each.
+        gpu: needs a GPU.
+    """
+
+    name: str
+    reason: str
+    lengths: tuple[int, ...]
+    num_heads: int = 16
+    kv_format: str = "fp8_e4m3fn"
+    page_size: int = 64
+    seqlen_q: int = 1
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    causal: bool = True
+    lse_base: str = "e"
+    batch_invariant: bool = False
+    max_seqlen: int | None = None
+    k_scale: float = 0.37
+    data: str = "normal"
+    query_layout: str = "packed"
+    page_stride: int = 1
+    page_gap: int = 0
+    row_gap: int = 0
+    table_extra: int = 3
+    garbage: int | None = None
+    pool_pages: int | None = None
+    distinct_pages: int | None = None
+    poisons: tuple[str, ...] = ("nan", "huge")
+    gpu: bool = False
+
+    @property
+    def spec(self) -> MLASpec:
+        return MLASpec(
+            num_heads=self.num_heads,
+            kv_format=self.kv_format,
+            page_size=self.page_size,
+            seqlen_q=self.seqlen_q,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def _empty() -> Iterator[Case]:
+    yield Case(
+        "empty-first", "an empty row beside a full one: (0, -inf), not +inf or stale NaN", (0, 7)
+    )
+    yield Case(
+        "empty-middle-last",
+        "padded rows of a captured batch: written although nothing is attended",
+        (130, 1, 64, 0, 65, 9, 0, 0),
+    )
+    yield Case("empty-all", "a whole batch without tokens", (0, 0, 0), kv_format="bf16")
+    yield Case(
+        "empty-minus-one",
+        "ceil(0 / page) - 1 must not become an index; engines pad tables with -1",
+        (0, 33, 0),
+        garbage=-1,
+    )
+    yield Case(
+        "empty-int-max",
+        "a padded row whose table holds the largest page id",
+        (0, 33, 0),
+        garbage=2**31 - 1,
+    )
+    yield Case("empty-no-columns", "a page table of width 0", (0, 0), table_extra=0)
+    yield Case("no-requests", "a batch of 0 is a valid batch", ())
+    yield Case(
+        "empty-tail-wide-bound",
+        "padded rows under a bound far above every length: the bound must not decide what is written",
+        (130, 1, 64, 65, 9, 0, 0, 0),
+        max_seqlen=131072,
+    )
+    yield Case(
+        "empty-queries",
+        "requests shorter than seqlen_q: the first queries see nothing, the last see something",
+        (0, 1, 2, 3, 4, 5),
+        seqlen_q=4,
+        num_heads=8,
+    )
+
+
+def _pages() -> Iterator[Case]:
+    for fmt in ("bf16", "fp8_e4m3fn"):
+        for page_size in (1, 16, 32, 64, 128):
+            yield Case(
+                f"tail-{fmt}-page-{page_size}",
+                "0 * NaN leaks through P x V when only the scores of a page's tail are masked",
+                (1, 13, 63, 64, 65, 127, 129),
+                kv_format=fmt,
+                page_size=page_size,
+                num_heads=8,
+            )
+    yield Case(
+        "tail-page-480",
+        "the page of a hybrid model: neither a power of two nor a multiple of the tile",
+        (479, 480, 481),
+        page_size=480,
+    )
+    yield Case(
+        "tail-page-7", "an odd page and prime lengths: tiles begin anywhere in a page", (127, 251),
+        page_size=7, kv_format="bf16", num_heads=8,
+    )  # fmt: skip
+    yield Case(
+        "tail-ds-mla",
+        "scales inside the row are poison too past the last token",
+        (1, 13, 63, 64, 65, 127),
+        kv_format="fp8_ds_mla",
+    )
+    for part in ("latent", "rope"):
+        yield Case(
+            f"tail-{part}-only",
+            f"NaN in the {part} part alone: each part has its own mask",
+            (1, 63, 65),
+            poisons=(f"nan_{part}",),
+        )
+    yield Case(
+        "tail-infinity", "Inf in the tail: 0 * Inf is NaN as well", (1, 63, 65), kv_format="bf16",
+        poisons=("inf",),
+    )  # fmt: skip
+    for name, garbage in (("minus-one", -1), ("int-max", 2**31 - 1), ("int-min", -(2**31))):
+        yield Case(
+            f"wild-pages-{name}",
+            "a tile spans several pages; the table must not be followed past the last needed column",
+            (17, 1, 47),
+            page_size=16,
+            garbage=garbage,
+        )
+    yield Case(
+        "wild-pages-none",
+        "the table ends at the last needed column, in the middle of a tile",
+        (17, 33, 1),
+        page_size=16,
+        table_extra=0,
+    )
+    yield Case(
+        "shared-pages",
+        "prefix caching: requests share pages, and one page may appear twice in a request",
+        (300, 200, 129, 64),
+        distinct_pages=3,
+    )
+    yield Case(
+        "half-table",
+        "a batch whose lengths differ by 1000 times: most of the table is past the end",
+        (1, 1000, 2, 3),
+        page_size=16,
+    )
+
+
+def _splits() -> Iterator[Case]:
+    yield Case(
+        "tiles-1-to-9",
+        "odd and even tile counts through a pipeline of two stages",
+        tuple(64 * k for k in range(1, 10)),
+    )
+    yield Case(
+        "tiles-1-to-5-bf16",
+        "odd and even tile counts, and one token more or less",
+        tuple(64 * k + d for k in (1, 2, 3, 5) for d in (-1, 1)),
+        kv_format="bf16",
+    )
+    yield Case(
+        "few-tokens",
+        "more programs than tokens: no program may leave a partial unwritten",
+        (1, 2, 3, 31, 32, 33, 64),
+    )
+    yield Case("one-token", "the smallest request, alone", (1,))
+    yield Case("one-long", "one request over all programs: every program is a split", (1500,))
+    yield Case(
+        "short-beside-long",
+        "one split and many in one launch: both write out and lse",
+        (5, 1200),
+        kv_format="bf16",
+    )
+    yield Case(
+        "ragged",
+        "a mixed batch: empty, short and long",
+        (0, 1, 700, 17, 64, 0, 333),
+        num_heads=12,
+    )
+    yield Case(
+        "many-rows",
+        "a ramp of rows with one query each: the error bound is a row's, not the mean's",
+        tuple(range(1, 65)),
+        num_heads=8,
+    )
+    yield Case(
+        "batch-invariant",
+        "split points that depend on a request's own length only",
+        (640, 1, 0, 129, 65),
+        batch_invariant=True,
+    )
+    yield Case(
+        "identical-rows",
+        "equal requests in one batch-invariant batch must be equal to the last bit",
+        (200,) * 5,
+        batch_invariant=True,
+        data="identical",
+    )
+
+
+def _heads() -> Iterator[Case]:
+    for heads in HEAD_COUNTS:
+        yield Case(
+            f"heads-{heads}",
+            "head h asks for latent h, NaN lies after the last head: a swapped or padded head shows",
+            (65, 3),
+            num_heads=heads,
+            data="one-hot",
+            query_layout="padded",
+        )
+    for heads in (12, 24, 128):
+        yield Case(
+            f"heads-{heads}-bf16",
+            "head counts that do not divide the tile, in the other element size",
+            (65, 3),
+            num_heads=heads,
+            kv_format="bf16",
+        )
+
+
+def _queries() -> Iterator[Case]:
+    for seqlen_q in (2, 3, 4):
+        for heads in (12, 16):
+            yield Case(
+                f"causal-{seqlen_q}-heads-{heads}",
+                "verification of drafts: the queries end at 64, in a page and at its border",
+                (64, 65, 100, 2),
+                seqlen_q=seqlen_q,
+                num_heads=heads,
+                data="spike",
+            )
+    yield Case(
+        "not-causal", "the causal flag is obeyed, not wired", (64, 65, 3), seqlen_q=4, causal=False,
+        data="spike",
+    )  # fmt: skip
+    yield Case(
+        "not-causal-bf16",
+        "the causal flag in the other element size",
+        (64, 65, 3),
+        seqlen_q=4,
+        causal=False,
+        kv_format="bf16",
+        data="spike",
+    )
+    yield Case(
+        "causal-96-heads",
+        "96 heads x 4 queries: 384 query rows of one request",
+        (66, 5),
+        seqlen_q=4,
+        num_heads=96,
+    )
+    yield Case(
+        "causal-split",
+        "a causal query may see nothing of the last split",
+        (513, 449),
+        seqlen_q=4,
+        num_heads=8,
+        kv_format="bf16",
+    )
+    yield Case(
+        "more-query-rows-than-requests",
+        "batch * seqlen_q rows and a table of batch rows",
+        tuple(1 + (7 * b) % 40 for b in range(48)),
+        seqlen_q=3,
+        num_heads=8,
+    )
+
+
+def _formats() -> Iterator[Case]:
+    for fmt in FORMATS:
+        yield Case(
+            f"format-{fmt}", "every format, rows in pages in random order", (200, 1, 77),
+            kv_format=fmt,
+        )  # fmt: skip
+        yield Case(
+            f"one-key-{fmt}",
+            "one key has weight 1: the output is the stored row times its scale, rounded once",
+            (1,) * 4,
+            kv_format=fmt,
+            data="all-bytes",
+        )
+    for scale in (0.37, 1.0, 5.3):
+        yield Case(
+            f"scale-{scale}",
+            "the scale reaches both the scores and the values",
+            (130, 65),
+            k_scale=scale,
+        )
+    yield Case(
+        "small-widths",
+        "a model for tests: widths are facts of the spec, not constants of the kernel",
+        (130, 1, 64),
+        kv_format="bf16",
+        kv_lora_rank=64,
+        qk_rope_head_dim=16,
+        num_heads=4,
+        page_size=16,
+    )
+
+
+def _scores() -> Iterator[Case]:
+    yield Case(
+        "equal-scores", "all scores 0: lse is ln n, not log2 n", (4, 1, 200), data="zero-query"
+    )
+    yield Case(
+        "equal-scores-base-2", "lse in base 2 on request", (4, 0, 700), data="zero-query",
+        lse_base="2",
+    )  # fmt: skip
+    yield Case(
+        "base-2",
+        "lse in base 2 from both a whole and a split request",
+        (5, 1000),
+        lse_base="2",
+        kv_format="bf16",
+    )
+    for offset in (300, -300):
+        yield Case(
+            f"offset{offset:+}",
+            "a large lse kept in a narrow type loses the weights of the splits",
+            (900, 5),
+            data=f"offset{offset:+}",
+        )
+    for score in ("+1e4", "-1e4"):
+        yield Case(
+            f"constant{score}", "scores far outside the range of exp", (300, 2),
+            data=f"constant{score}", kv_format="bf16",
+        )  # fmt: skip
+    yield Case(
+        "peaked", "one key takes all the weight; the running maximum changes often", (300, 65),
+        data="peaked",
+    )  # fmt: skip
+    yield Case(
+        "rising", "every tile has a larger maximum than all before it", (513,), data="rising"
+    )
+    yield Case(
+        "alternating",
+        "latents +1 and -1 in turn under equal scores: a narrow running sum stalls",
+        (2048,),
+        data="alternating",
+        distinct_pages=1,
+    )
+    yield Case(
+        "nan-head", "a query head of NaN spoils no other head", (130, 65, 3), data="nan-head"
+    )
+    yield Case(
+        "nan-row",
+        "NaN in a valid row shows, in its own request alone",
+        (130, 65, 3),
+        data="nan-row",
+    )
+    yield Case(
+        "nan-row-ds-mla", "a NaN scale in a valid row shows, in its own request alone", (130, 65, 3),
+        data="nan-row", kv_format="fp8_ds_mla",
+    )  # fmt: skip
+
+
+def _strides() -> Iterator[Case]:
+    for layers in (2, 61):
+        yield Case(
+            f"layers-{layers}",
+            "layers interleaved in one allocation: neighbours in memory are other layers' pages",
+            (130, 65),
+            page_stride=layers,
+        )
+    yield Case(
+        "page-gap-fp8",
+        "a page stride that is no multiple of the page: it must be read, not rebuilt",
+        (130, 65),
+        page_gap=128,
+    )
+    yield Case(
+        "page-gap-bf16", "the same in the other element size", (130, 65), page_gap=256,
+        kv_format="bf16",
+    )  # fmt: skip
+    for gap in (64, 80):
+        yield Case(
+            f"row-stride-{576 + gap}", "rows padded to a wider stride", (130, 65), row_gap=gap
+        )
+    yield Case(
+        "layers-2-ds-mla", "interleaved layers of 656-byte rows", (130, 65), page_stride=2,
+        kv_format="fp8_ds_mla",
+    )  # fmt: skip
+    yield Case(
+        "query-halves",
+        "q_nope from a transposed product and q_pe from a wider projection: heads lie far apart",
+        (65, 130, 1),
+        num_heads=32,
+        query_layout="halves",
+    )
+    yield Case(
+        "query-halves-one-row", "one row: strides of size-1 dimensions mean nothing", (65,),
+        query_layout="halves",
+    )  # fmt: skip
+    yield Case(
+        "query-halves-causal",
+        "far-apart heads and several queries",
+        (65, 7),
+        seqlen_q=2,
+        num_heads=12,
+        kv_format="bf16",
+        query_layout="halves",
+    )
+
+
+def _gpu() -> Iterator[Case]:
+    long = {"gpu": True, "poisons": ("nan", "huge")}
+    yield Case(
+        "gpu-128k-x4",
+        "the blog's shapes: every program works, requests are split",
+        (131072,) * 4,
+        **long,
+    )
+    yield Case("gpu-one-128k", "one request over the whole machine", (131072,), **long)
+    yield Case(
+        "gpu-ragged", "lengths that halve: no program may own more than its share",
+        tuple(262144 >> k for k in range(8)), **long,
+    )  # fmt: skip
+    yield Case(
+        "gpu-one-long-many-short", "one straggler beside 127 rows of one token", (1,) * 127 + (131072,),
+        **long,
+    )  # fmt: skip
+    yield Case(
+        "gpu-tiles", "odd and even numbers of tiles in every program",
+        tuple(64 * k - k % 3 for k in range(301, 333)), **long,
+    )  # fmt: skip
+    yield Case(
+        "gpu-tiles-bf16", "odd and even numbers of tiles in the other element size",
+        tuple(64 * k - k % 3 for k in range(301, 317)), kv_format="bf16", **long,
+    )  # fmt: skip
+    yield Case(
+        "gpu-ramp-4096", "4096 rows of 1 to 4096 tokens: items of every size in one program",
+        tuple(range(1, 4097)), num_heads=8, distinct_pages=4096, **long,
+    )  # fmt: skip
+    yield Case(
+        "gpu-million", "a million tokens of one page: the sum must not stall, lse = ln 1048576",
+        (1 << 20,), data="alternating", distinct_pages=1, **long,
+    )  # fmt: skip
+    yield Case(
+        "gpu-causal-long", "four queries over long requests, at 64 heads", (30001, 4096, 70000),
+        seqlen_q=4, num_heads=64, **long,
+    )  # fmt: skip
+    yield Case(
+        "gpu-invariant-long", "batch-invariant splits of long requests", (70000, 1, 5000, 0),
+        batch_invariant=True, **long,
+    )  # fmt: skip
+    for fmt, pages in (
+        ("fp8_e4m3fn", 58_260),
+        ("fp8_e4m3fn", 116_520),
+        ("bf16", 58_260),
+        ("bf16", 116_520),
+    ):
+        yield Case(
+            f"gpu-pool-{fmt}-{pages}",
+            "page ids whose offsets cross 2^31 or 2^32, in bytes or elements, against low page ids",
+            (600, 65), kv_format=fmt, pool_pages=pages, **long,
+        )  # fmt: skip
+    for pages in (960, 1915):
+        yield Case(
+            f"gpu-layers-61-{pages}", "interleaved layers: page 955 of 61 layers crosses 2^31 bytes",
+            (600, 65), page_stride=61, pool_pages=pages, **long,
+        )  # fmt: skip
+
+
+CASES: tuple[Case, ...] = (
+    *_empty(),
+    *_pages(),
+    *_splits(),
+    *_heads(),
+    *_queries(),
+    *_formats(),
+    *_scores(),
+    *_strides(),
+    *_gpu(),
+)
+
+
+def case_by_name(name: str) -> Case:
+    """The case called `name`; ValueError if there is none."""
+    for case in CASES:
+        if case.name == name:
+            return case
+    raise ValueError(f"case: none is called {name!r}")
