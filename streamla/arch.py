@@ -7,8 +7,10 @@ never reports a fraction of these; they are for predictions without a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def arch_by_name(name: str) -> Arch:
 
 def arch_of(device: torch.device) -> Arch:
     """The row of a device present here. An unknown GPU gets its own facts and no rates."""
+    import torch  # here, so that the doctor can read the table above without it
+
     if device.type != "cuda":
         return CPU
     p = torch.cuda.get_device_properties(device)
