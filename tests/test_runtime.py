@@ -269,6 +269,7 @@ def test_launch(source, how):
 @pytest.mark.gpu
 def test_launch_follows_the_current_stream(source):
     kernel = gpu_kernel(source)
+    kernel.load()  # compiling would take longer than the sleep
     x = torch.ones(1024, device="cuda")
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -303,6 +304,7 @@ def test_launch_from_a_thread_that_never_used_the_gpu(source):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_replays_and_refuses_to_load(source):
     kernel = gpu_kernel(source, pdl=True)
     x = torch.ones(1024, device="cuda")
