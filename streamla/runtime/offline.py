@@ -31,8 +31,8 @@ class TritonVariant:
         name: unique in the package: implementation/kernel/what is special.
         fn: the `triton.jit` function.
         signature: type of each run-time argument ("*bf16", "i32", a tuple for a tuple), as
-            triton.compiler.ASTSource takes it. The suffix ":16" says that the value is a multiple
-            of 16, which a launch finds out by itself and compiles for.
+            triton.compiler.ASTSource takes it. A launch also compiles for what it sees of the
+            values; here a suffix says it: ":16" is a multiple of 16, ":1" is the value 1.
         constexprs: value of each constexpr argument.
         num_warps, num_stages: launch options.
         options: further options of the backend.
@@ -123,10 +123,7 @@ def _compile_triton(variant: TritonVariant, target: str) -> KernelFacts:
             f"{variant.name}: imported under Triton's interpreter (TRITON_INTERPRET=1), which does "
             f"not compile; compile in a process without it"
         )
-    signature, attrs = _signature(variant)
-    source = ASTSource(
-        fn=variant.fn, signature=signature, constexprs=dict(variant.constexprs), attrs=attrs
-    )
+    source = ASTSource(variant.fn, *_specialised(variant))
     is_nvidia = target == "sm_90a"
     triton_target = GPUTarget("cuda", 90, 32) if is_nvidia else GPUTarget("hip", target, 64)
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages}
@@ -143,17 +140,27 @@ def _compile_triton(variant: TritonVariant, target: str) -> KernelFacts:
     return facts_of_amdgcn(compiled.asm["amdgcn"], **common)
 
 
-def _signature(variant: TritonVariant) -> tuple[dict[str, Any], dict[tuple[int, ...], list[Any]]]:
-    """The signature in the function's order, and which values are multiples of 16."""
-    signature: dict[str, Any] = {}
-    attrs: dict[tuple[int, ...], list[Any]] = {}
+ArgPath = tuple[int, ...]
 
-    def plain(kind: Any, path: tuple[int, ...]) -> Any:
+
+def _specialised(
+    variant: TritonVariant,
+) -> tuple[dict[str, Any], dict[ArgPath, Any], dict[ArgPath, list[Any]]]:
+    """Signature, constants and attributes as ASTSource takes them. A path is the index of an argument,
+    followed by the index in its tuple."""
+    signature: dict[str, Any] = {}
+    constants: dict[ArgPath, Any] = {}
+    attrs: dict[ArgPath, list[Any]] = {}
+
+    def specialise(kind: Any, path: ArgPath) -> Any:
         if isinstance(kind, tuple):
-            return tuple(plain(k, (*path, i)) for i, k in enumerate(kind))
-        kind, _, multiple = kind.partition(":")
-        if multiple:
-            attrs[path] = [["tt.divisibility", int(multiple)]]
+            return tuple(specialise(k, (*path, i)) for i, k in enumerate(kind))
+        kind, _, seen = kind.partition(":")
+        if seen == "1":
+            constants[path] = 1
+            return "constexpr"
+        if seen:
+            attrs[path] = [["tt.divisibility", int(seen)]]
         return kind
 
     names = variant.fn.arg_names
@@ -161,6 +168,9 @@ def _signature(variant: TritonVariant) -> tuple[dict[str, Any], dict[tuple[int, 
     if sorted(given) != sorted(names):
         raise ValueError(f"{variant.name}: the kernel takes {names}; the variant gives {given}")
     for i, name in enumerate(names):
-        is_constant = name in variant.constexprs
-        signature[name] = "constexpr" if is_constant else plain(variant.signature[name], (i,))
-    return signature, attrs
+        if name in variant.constexprs:
+            constants[(i,)] = variant.constexprs[name]
+            signature[name] = "constexpr"
+        else:
+            signature[name] = specialise(variant.signature[name], (i,))
+    return signature, constants, attrs
