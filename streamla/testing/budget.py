@@ -37,7 +37,9 @@ class Deviation:
     @property
     def used(self) -> float:
         """Share of the budget that is used."""
-        return self.error / self.budget if self.budget else float(self.error > 0) * torch.inf
+        if self.budget:
+            return self.error / self.budget
+        return torch.inf if self.error > 0 else 0.0
 
 
 @dataclass(frozen=True)
