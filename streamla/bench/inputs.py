@@ -99,7 +99,9 @@ class CachePool:
         regions, pages = num_regions(workload, self.l2_bytes), pages_of(workload)
         per_region = sum(pages)
 
-        dtype = torch.uint8 if spec.kv_format is KVFormat.FP8_DS_MLA else spec.kv_format.storage_dtype
+        dtype = (
+            torch.uint8 if spec.kv_format is KVFormat.FP8_DS_MLA else spec.kv_format.storage_dtype
+        )
         num_pages = self.rows.shape[0] // spec.page_size
         cache = self.rows[: num_pages * spec.page_size].view(dtype)
         cache = cache.view(num_pages, spec.page_size, spec.row_width)

@@ -135,7 +135,9 @@ def gpu_state(device: torch.device) -> GPUState | None:
             pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
             pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
         )
-    except Exception:  # absent, an AMD driver, or no permission in a container: none of these is fatal
+    except (
+        Exception
+    ):  # absent, an AMD driver, or no permission in a container: none of these is fatal
         return None
 
 

@@ -24,6 +24,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamla.bench.workloads import Workload
+from streamla.spec import MLASpec
+
 STEP_MS = 25.0  # 40 tokens/s a request
 MAX_SPEEDUP = 2**20
 
@@ -77,7 +80,9 @@ def read_trace(path: Path | str) -> list[Request]:
                     f"line {number} of {path}: {error!r}"
                 ) from None
             if request.input_length < 0 or request.output_length < 0:
-                raise ValueError(f"trace: need lengths >= 0; line {number} of {path}: {line.strip()}")
+                raise ValueError(
+                    f"trace: need lengths >= 0; line {number} of {path}: {line.strip()}"
+                )
             requests.append(request)
     return sorted(requests, key=lambda r: r.arrival)
 
@@ -159,3 +164,30 @@ def _nth_step(stretches: Sequence[tuple[int, int]], n: int) -> int:
             return begin + n
         n -= end - begin
     raise IndexError(n)
+
+
+def ragged(
+    path: Path | str, spec: MLASpec, concurrencies: Sequence[int], samples: int = 8,
+    step_ms: float = STEP_MS,
+) -> tuple[list[Workload], list[dict]]:  # fmt: skip
+    """Workloads of a trace at several concurrencies, and how it was replayed for each.
+
+    Returns:
+        `samples` workloads a concurrency, and one record a concurrency for the results.
+    """
+    requests = read_trace(path)
+    workloads, traffic = [], []
+    for n in concurrencies:
+        result = replay(requests, n, samples, step_ms)
+        workloads += [Workload("ragged", spec, batch) for batch in result.batches]
+        traffic.append(
+            {
+                "trace": Path(path).name,
+                "requests": len(requests),
+                "concurrency": n,
+                "step_ms": step_ms,
+                "speedup": result.speedup,
+                "full_share": round(result.full_share, 4),
+            }
+        )
+    return workloads, traffic

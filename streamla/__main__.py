@@ -1,0 +1,5 @@
+"""`python -m streamla` is `streamla`."""
+
+from streamla.cli import main
+
+main()

@@ -1,0 +1,111 @@
+"""What is timed: ours, and later the peers, behind one small interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from streamla.arch import arch_of
+from streamla.bench.inputs import Inputs
+from streamla.spec import MLASpec
+from streamla.version import __version__
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A candidate ready on one shape.
+
+    Attributes:
+        call: runs the op on one region and leaves the result in `out`. Nothing else: no allocation that a
+            graph could not hold, no host work that a server would do once a step.
+        out: (batch, seqlen_q, num_heads, kv_lora_rank).
+        plan: the work of once a step, repeatable; None if there is none.
+        programs, programs_busy, splits: of the plan, where it is known.
+    """
+
+    call: Callable[[int], None]
+    out: torch.Tensor
+    plan: Callable[[], None] | None = None
+    programs: int | None = None
+    programs_busy: int | None = None
+    splits: int | None = None
+
+
+class Candidate(Protocol):
+    """Something that decodes.
+
+    Attributes:
+        name: unique in a run. version: of the library that does the work.
+        exact: it rounds neither the query nor the cached values further than they come.
+    """
+
+    name: str
+    version: str
+    exact: bool
+
+    def refuse(self, spec: MLASpec, device: torch.device) -> str | None:
+        """Why it cannot take this spec here, in a sentence; None if it can."""
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        """Allocate, plan and compile; nothing here is timed."""
+
+
+class Streamla:
+    """An implementation of this library, through the public API."""
+
+    exact = True
+    version = __version__
+
+    def __init__(self, impl: str) -> None:
+        self.name = impl
+
+    def refuse(self, spec: MLASpec, device: torch.device) -> str | None:
+        from streamla.select import select
+
+        try:
+            select(spec, arch_of(device), self.name)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def prepare(self, inputs: Inputs) -> Prepared:
+        from streamla import api
+
+        spec = inputs.workload.spec
+        plan = api.plan(inputs.cache_seqlens, spec, impl=self.name)
+        out = torch.empty((*inputs.q.shape[:3], spec.kv_lora_rank), dtype=torch.bfloat16,
+                          device=inputs.q.device)  # fmt: skip
+        lse = torch.empty(inputs.q.shape[:3], device=inputs.q.device)
+
+        def call(region: int) -> None:
+            api.decode(
+                inputs.q, inputs.kv_cache, inputs.page_tables[region], plan,
+                softmax_scale=inputs.softmax_scale, k_scale=inputs.k_scale,
+                out=out, lse=lse, return_lse=True,
+            )  # fmt: skip
+
+        def replan() -> None:
+            api.plan(inputs.cache_seqlens, spec, impl=self.name, out=plan)
+
+        items = plan.work_indptr.diff()
+        splits = plan.split_indptr.diff()
+        return Prepared(
+            call=call,
+            out=out,
+            plan=replan,
+            programs=plan.cost.num_programs,
+            programs_busy=int((items > 0).sum()),
+            splits=max(1, int(splits.max())) if splits.numel() else 0,
+        )
+
+
+def candidates(impls: list[str], spec: MLASpec, device: torch.device) -> list[Candidate]:
+    """Our implementations by name; "auto" is what would run for `spec` on `device`."""
+    from streamla.select import select
+
+    arch = arch_of(device)
+    names = [select(spec, arch, impl).name if impl == "auto" else impl for impl in impls]
+    return [Streamla(name) for name in dict.fromkeys(names)]

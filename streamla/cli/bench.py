@@ -1,0 +1,239 @@
+"""`streamla bench`: check, then time. `streamla bench compare`: two runs side by side."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from streamla.cli import console
+
+if TYPE_CHECKING:
+    import torch
+
+    from streamla.bench.records import Results
+    from streamla.bench.workloads import Workload
+    from streamla.spec import MLASpec
+
+app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
+
+CPU_SCALE = 64  # contexts are divided by this without a GPU
+CPU_MAX_TOKENS = 1 << 16
+
+
+@app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    grid: Annotated[
+        str, typer.Option(help="blog, heads, formats, pages, mtp, small; several: blog,small.")
+    ] = "blog",
+    trace: Annotated[
+        Path | None, typer.Option(help="Batches of a Mooncake JSONL trace, in place of a grid.")
+    ] = None,
+    concurrency: Annotated[
+        str, typer.Option(help="With --trace, requests held at once; several: 1,16.")
+    ] = "16",
+    samples: Annotated[int, typer.Option(help="With --trace, batches for each concurrency.")] = 8,
+    step_ms: Annotated[float, typer.Option(help="With --trace, duration of a decode step.")] = 25.0,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
+    fmt: Annotated[str, typer.Option("--format", help="Cache format.")] = "fp8_e4m3fn",
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    impl: Annotated[
+        str, typer.Option(help="Implementations to time; several: auto,portable.")
+    ] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the values and the order of pages.")] = 0,
+    json: console.JsonOption = None,
+) -> None:
+    """Check every shape against the oracle, then time it beside the read floor."""
+    if context.invoked_subcommand is not None:
+        return
+    import torch
+
+    from streamla.bench.report import bench_table, notes, summary_lines
+    from streamla.spec import MLASpec
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    spec = MLASpec(heads, fmt, page_size=page_size)
+    scale = 1 if where.type == "cuda" else CPU_SCALE
+    if trace is not None:
+        from streamla.bench.trace import ragged
+
+        workloads, traffic = ragged(
+            trace, spec, console.integers("concurrency", concurrency), samples, step_ms
+        )
+    else:
+        workloads, traffic = _grids(grid, spec), []
+    results = _run(_fit(workloads, scale), impl.split(","), where, scale, traffic, seed, json)
+    if json is not None:
+        _save(results, json)
+    if console.quiet(json):
+        return
+
+    measured_on = results.gpu or "the CPU"
+    by_grid: dict[str, list] = {}
+    for record in results.records:
+        by_grid.setdefault(record.grid, []).append(record)
+    for records in by_grid.values():
+        console.out.print(bench_table(records, measured_on), highlight=False)
+        for line in summary_lines(records):
+            console.out.print(line, highlight=False)
+    for note in notes(results.records):
+        console.out.print(note, style="yellow", highlight=False, markup=False)
+    _print_conditions(results)
+    if any(r.checked and r.us is None for r in results.records):
+        raise typer.Exit(1)
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(help="JSON of the first run.")],
+    after: Annotated[Path, typer.Argument(help="JSON of the second run.")],
+    tolerance: Annotated[
+        float, typer.Option(help="Slow-down that is accepted: 0.05 is 5 %.")
+    ] = 0.05,
+    json: console.JsonOption = None,
+) -> None:
+    """Compare two runs. Exit code 1 if a shape got slower, or has lost its time."""
+    from dataclasses import asdict
+
+    from streamla.bench.compare import compare as compare_results
+    from streamla.bench.records import load
+    from streamla.bench.report import compare_table, shape_text
+
+    first, second = load(before), load(after)
+    comparison = compare_results(first, second)
+    slower = [c for c in comparison.changes if c.slower(tolerance)]
+    document = {"geomean": comparison.geomean, "slower": len(slower), **asdict(comparison)}
+    console.write_json(document, json)
+    if not console.quiet(json):
+        if not comparison.changes:
+            raise ValueError("compare: the two runs have no shape and implementation in common")
+        console.out.print(compare_table(comparison, tolerance), highlight=False)
+        for r in comparison.lost:
+            console.out.print(f"no time any more: {r.impl}, {shape_text(r)}", style="red")
+        if first.gpu != second.gpu:
+            console.out.print(f"different devices: {first.gpu} and {second.gpu}", style="yellow")
+        console.out.print(
+            f"{len(comparison.changes)} shapes, geometric mean {comparison.geomean:.3f}, "
+            f"{len(slower)} slower by more than {tolerance:.0%}",
+            highlight=False,
+        )
+    if slower or comparison.lost:
+        raise typer.Exit(1)
+
+
+def _grids(names: str, spec: MLASpec) -> list[Workload]:
+    from streamla.bench.workloads import make_grid
+
+    return [workload for name in names.split(",") for workload in make_grid(name, spec)]
+
+
+def _fit(workloads: list[Workload], scale: int) -> list[Workload]:
+    """On a CPU, shorter contexts, and only the shapes that are then small enough."""
+    from streamla.bench.workloads import scaled_down
+
+    if scale == 1:
+        return workloads
+    return [w for w in scaled_down(workloads, scale) if w.tokens <= CPU_MAX_TOKENS]
+
+
+def _run(
+    workloads: list[Workload],
+    impls: list[str],
+    device: torch.device,
+    scale: int,
+    traffic: list[dict],
+    seed: int,
+    json: Path | None,
+) -> Results:
+    import torch
+    import triton
+
+    from streamla.arch import arch_of
+    from streamla.bench.candidates import candidates
+    from streamla.bench.records import Results
+    from streamla.bench.report import shape_text
+    from streamla.bench.run import run
+    from streamla.version import __version__
+
+    cuda = device.type == "cuda"
+    if not cuda and not console.quiet(json):
+        console.out.print(
+            f"No GPU: timing the CPU implementation on contexts {scale} times shorter. These times say "
+            f"that the benchmark works; they say nothing about a GPU.",
+            style="yellow", highlight=False,
+        )  # fmt: skip
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    chosen = candidates(impls, workloads[0].spec, device)
+    with console.progress("Benchmark", len(workloads) * len(chosen)) as bar:
+        records, state = run(
+            workloads, chosen, device, seed=seed,
+            on_record=lambda r: console.advance(bar, f"{r.impl}, {shape_text(r)}"),
+        )  # fmt: skip
+    return Results(
+        command=shlex.join(["streamla", *sys.argv[1:]]),
+        device=device.type,
+        gpu=torch.cuda.get_device_name(device) if cuda else None,
+        torch=torch.__version__,
+        triton=triton.__version__,
+        streamla=__version__,
+        started=started,
+        scaled_down=scale,
+        l2_bytes=arch_of(device).l2_bytes,
+        records=records,
+        gpu_state=state,
+        traffic=traffic,
+    )
+
+
+def _save(results: Results, path: Path) -> None:
+    from streamla.bench.records import dumps, save
+
+    if str(path) == "-":
+        sys.stdout.write(dumps(results))
+    else:
+        save(results, path)
+
+
+def _print_conditions(results: Results) -> None:
+    """What a reader must know to believe the table."""
+    from streamla.bench.timing import GPUState, drift
+
+    for t in results.traffic:
+        faster = (
+            f", arrivals {t['speedup']} times faster than in the trace" if t["speedup"] > 1 else ""
+        )
+        console.out.print(
+            f"{t['trace']}: {t['concurrency']} slots, steps of {t['step_ms']:g} ms{faster}; all slots full in "
+            f"{t['full_share']:.0%} of the steps",
+            style="dim", highlight=False,
+        )  # fmt: skip
+    if results.device == "cuda":
+        line = (
+            "Cold cache, random pages, CUDA graph replay, implementations and floor interleaved; us is the "
+            "median of one decode call (attention and merge; the plan is not in it)."
+        )
+        console.out.print(line, style="dim", highlight=False)
+    else:
+        console.out.print(
+            "us is the median wall-clock time of one decode call; the floor is a torch.sum over the same bytes.",
+            style="dim", highlight=False,
+        )  # fmt: skip
+    if results.gpu_state:
+        states = [GPUState(**s) if s else None for s in results.gpu_state.values()]
+        for when, s in zip(results.gpu_state, states, strict=True):
+            if s:
+                console.out.print(
+                    f"{when}: SM {s.sm_mhz} MHz, memory {s.memory_mhz} MHz, {s.celsius} C, {s.watts:.0f} W",
+                    style="dim", highlight=False,
+                )  # fmt: skip
+        warning = drift(*states)
+        if warning:
+            console.out.print(warning, style="bold yellow")

@@ -1,0 +1,188 @@
+"""`streamla plan`: what the planner would do with these lengths on that GPU. Needs no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from streamla.cli import console
+
+if TYPE_CHECKING:
+    from streamla.arch import Arch
+    from streamla.bench.workloads import Workload
+    from streamla.plan import CostModel, DecodePlan
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """One planned shape. `tiles_*` are tiles of busy programs; `floor_us` the bytes at the GPU's read rate."""
+
+    shape: str
+    requests: int
+    tokens: int
+    items: int
+    programs: int
+    programs_busy: int
+    tile_n: int
+    tiles_min: int
+    tiles_max: int
+    balance: float
+    requests_split: int
+    splits: list[int]
+    merged_slots: int
+    bytes: int
+    floor_us: float | None
+    roof: str | None
+
+
+def plan(
+    contexts: Annotated[str, typer.Option(help="Tokens a request; several: 32K,128K.")] = "128K",
+    requests: Annotated[str, typer.Option(help="Requests in the batch; several: 1,16.")] = "16",
+    lengths: Annotated[str | None, typer.Option(help="One ragged batch: 5,8192,0.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Ragged batches of a Mooncake JSONL trace.")
+    ] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests held at once, with --trace.")] = "16",
+    device: Annotated[str, typer.Option(help="h200, h100, mi300x, mi325x or cpu.")] = "h200",
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 16,
+    fmt: Annotated[str, typer.Option("--format", help="Cache format.")] = "fp8_e4m3fn",
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    seqlen_q: Annotated[int, typer.Option(help="Query tokens a request.")] = 1,
+    impl: Annotated[str, typer.Option(help="Whose cost model; auto is what would run.")] = "auto",
+    programs: Annotated[
+        int | None, typer.Option(help="Programs, in place of the cost model's.")
+    ] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option(help="Split by each request's own length only.")
+    ] = False,
+    json: console.JsonOption = None,
+) -> None:
+    """Print the plan of a batch: items, balance, splits, bytes and the time to read them."""
+    import torch
+
+    from streamla.arch import arch_by_name
+    from streamla.bench.workloads import Workload
+    from streamla.plan import empty_plan, plan_reference
+    from streamla.spec import MLASpec
+
+    arch = arch_by_name(device)
+    spec = MLASpec(heads, fmt, page_size=page_size, seqlen_q=seqlen_q)
+    if trace is not None:
+        from streamla.bench.trace import ragged
+
+        workloads = ragged(trace, spec, console.integers("concurrency", concurrency))[0]
+    elif lengths is not None:
+        workloads = [Workload("plan", spec, tuple(console.integers("lengths", lengths)))]
+    else:
+        workloads = [
+            Workload("plan", spec, (n,) * r)
+            for n in console.integers("contexts", contexts)
+            for r in console.integers("requests", requests)
+        ]
+
+    name, cost = _cost_model(spec, arch, impl)
+    if programs is not None:
+        if programs < 1:
+            raise ValueError(f"programs: need >= 1; got {programs}")
+        cost = replace(cost, num_programs=programs)
+    facts = []
+    for workload in workloads:
+        seqlens = torch.tensor(workload.lengths, dtype=torch.int32)
+        buffers = empty_plan(workload.requests, spec, name, cost, torch.device("meta"),
+                             batch_invariant=batch_invariant)  # fmt: skip
+        facts.append(_facts(plan_reference(seqlens, _on_cpu(buffers)), workload, arch))
+
+    document = {
+        "device": arch.name,
+        "impl": name,
+        "cost": asdict(cost),
+        "plans": [asdict(f) for f in facts],
+    }
+    console.write_json(document, json)
+    if not console.quiet(json):
+        _print(facts, f"{name} on {arch.name}, {heads} heads, {fmt}, page {page_size}", cost, arch)
+
+
+def _cost_model(spec, arch: Arch, impl: str) -> tuple[str, CostModel]:
+    from streamla.select import select
+
+    chosen = select(spec, arch, impl)
+    return chosen.name, chosen.module.cost_model(spec, arch)
+
+
+def _on_cpu(plan: DecodePlan) -> DecodePlan:
+    """The plan with index tables on the CPU; the partials stay without memory."""
+    import torch
+
+    tables = ("work", "work_indptr", "split_indptr", "status", "counters")
+    return replace(plan, **{t: torch.empty_like(getattr(plan, t), device="cpu") for t in tables})
+
+
+def _facts(plan: DecodePlan, workload: Workload, arch: Arch) -> PlanFacts:
+    from streamla.bench.run import roof
+    from streamla.bench.workloads import tokens_text
+
+    tile_n = plan.cost.tile_n
+    bounds = plan.work_indptr.tolist()
+    tiles = [-(-(end - begin) // tile_n) for _, begin, end, *_ in plan.work[: bounds[-1]].tolist()]
+    shares = [sum(tiles[a:b]) for a, b in pairwise(bounds) if b > a]
+    splits = [n for n in plan.split_indptr.diff().tolist() if n]
+    even = len(set(workload.lengths)) <= 1
+    longest = tokens_text(workload.context)
+    return PlanFacts(
+        shape=f"{longest} x {workload.requests}" if even else f"{workload.requests}, to {longest}",
+        requests=workload.requests,
+        tokens=workload.tokens,
+        items=bounds[-1],
+        programs=plan.cost.num_programs,
+        programs_busy=len(shares),
+        tile_n=tile_n,
+        tiles_min=min(shares, default=0),
+        tiles_max=max(shares, default=0),
+        balance=sum(shares) / (len(shares) * max(shares)) if any(shares) else 1.0,
+        requests_split=len(splits),
+        splits=splits,
+        merged_slots=sum(splits),
+        bytes=workload.bytes,
+        floor_us=workload.bytes / arch.read_bytes_per_s * 1e6 if arch.read_bytes_per_s else None,
+        roof=roof(workload, arch),
+    )
+
+
+def _print(facts: list[PlanFacts], title: str, cost: CostModel, arch: Arch) -> None:
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("requests")
+    for name in (
+        "tokens",
+        "items",
+        "busy",
+        "tiles each",
+        "balance",
+        "split",
+        "splits",
+        "MB",
+        "floor us",
+        "roof",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for f in facts:
+        low, high = min(f.splits, default=1), max(f.splits, default=1)
+        table.add_row(
+            f.shape, str(f.tokens), str(f.items), f"{f.programs_busy}/{f.programs}",
+            f"{f.tiles_min}-{f.tiles_max}", f"{f.balance:.1%}", f"{f.requests_split}/{f.requests}",
+            str(high) if low == high else f"{low}-{high}", f"{f.bytes / 1e6:.1f}",
+            "-" if f.floor_us is None else f"{f.floor_us:.1f}", f.roof or "-",
+        )  # fmt: skip
+    console.out.print(table)
+    console.out.print(
+        f"A tile is {cost.tile_n} tokens; starting an item costs {cost.overhead_tiles}. Balance: mean over "
+        f"largest share of the busy programs. Split: requests that more than one program reads, each into "
+        f"this many splits. Floor: the bytes at {arch.read_bytes_per_s / 1e12:.2f} TB/s ({arch.source}).",
+        style="dim", highlight=False,
+    )  # fmt: skip
