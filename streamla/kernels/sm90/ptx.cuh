@@ -16,7 +16,7 @@ using i64 = long long;
 constexpr int WARP = 32;
 constexpr int WARPGROUP = 128;
 constexpr u32 FULL_WARP = 0xffffffffu;
-constexpr float NEG_INF = -__builtin_huge_valf();
+constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
@@ -59,6 +59,9 @@ DEVICE float4 load_shared_f32x4(u32 address) {
 DEVICE void store_shared(u32 address, u32 v) {
     asm volatile("st.shared.b32 [%0], %1;" :: "r"(address), "r"(v) : "memory");
 }
+DEVICE void store_shared_u8(u32 address, u8 v) {
+    asm volatile("st.shared.u8 [%0], %1;" :: "r"(address), "r"(static_cast<u32>(v)) : "memory");
+}
 DEVICE void store_shared(u32 address, float v) {
     asm volatile("st.shared.f32 [%0], %1;" :: "r"(address), "f"(v) : "memory");
 }
@@ -90,7 +93,11 @@ DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" 
 DEVICE void named_barrier(int id, int threads) {
     asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
 }
-// The same, and tells every thread whether any of them passed true.
+// Counts this thread in without waiting.
+DEVICE void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+// As named_barrier, and tells every thread whether any of them passed true.
 DEVICE bool named_barrier_any(int id, int threads, bool mine) {
     int any;
     asm volatile("{\n"
