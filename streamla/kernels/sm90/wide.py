@@ -1,0 +1,155 @@
+"""Hopper attention for 33 query rows and more over an fp8_e4m3fn cache (docs/attention-sm90-wide.md).
+
+A program's 64 tensor-core columns are query rows; a request with more rows is cut into row tiles, whose
+programs run side by side and find each other's tokens in L2.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+
+import torch
+
+from streamla.arch import Arch
+from streamla.plan import CostModel, DecodePlan
+from streamla.runtime.driver import F32, I32, I64, PTR, Kernel
+from streamla.runtime.nvrtc import compile_cuda
+from streamla.spec import MLASpec
+
+SOURCE = Path(__file__).with_name("attention_wide.cu")
+TILE_N = 64
+MAX_TILE_ROWS = 64
+THREADS = 384
+MERGE_THREADS = 128
+
+_STRIDES = [I64, I64, I64]
+
+
+def num_row_tiles(spec: MLASpec) -> int:
+    return -(-spec.rows // MAX_TILE_ROWS)
+
+
+def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
+    return CostModel(
+        tile_n=TILE_N,
+        num_programs=max(1, arch.units // num_row_tiles(spec)),
+        overhead_tiles=2,
+        min_split_tiles=4,
+    )
+
+
+def shared_bytes(spec: MLASpec) -> int:
+    """Dynamic shared memory of a program: wide_tile.cuh lays it out and checks this sum."""
+    columns = -(-spec.rows // num_row_tiles(spec) // 16) * 16
+    query = 2 * columns * spec.head_dim
+    stages = 4 * (TILE_N * spec.row_bytes + 32)
+    probabilities = 2 * columns * TILE_N
+    states, barriers = 12 * columns + 8, 10 * 8
+    return query + stages + probabilities + states + barriers
+
+
+def defines(spec: MLASpec) -> dict[str, int]:
+    """Everything the compiled code depends on."""
+    return {
+        "STREAMLA_NUM_HEADS": spec.num_heads,
+        "STREAMLA_SEQLEN_Q": spec.seqlen_q,
+        "STREAMLA_PAGE_SIZE": spec.page_size,
+        "STREAMLA_ROW_TILES": num_row_tiles(spec),
+        "STREAMLA_SHARED_BYTES": shared_bytes(spec),
+    }
+
+
+@functools.cache
+def attention_kernel(spec: MLASpec) -> Kernel:
+    return Kernel(
+        lambda: compile_cuda(SOURCE, defines=defines(spec)),
+        "mla_attention_wide",
+        [PTR, *_STRIDES, PTR, *_STRIDES]  # q_nope, q_pe
+        + [PTR, I64, I64, PTR, PTR, I64, PTR, PTR]  # kv_cache, k_scale, page_table, work, work_indptr
+        + [PTR, *_STRIDES, PTR, *_STRIDES, PTR, PTR]  # out, lse, out_partial, lse_partial
+        + [F32, F32, I32],  # softmax_scale_log2, lse_scale, causal
+        threads=THREADS,
+        shared_bytes=shared_bytes(spec),
+    )
+
+
+@functools.cache
+def merge_kernel(spec: MLASpec) -> Kernel:
+    return Kernel(
+        lambda: compile_cuda(SOURCE, defines=defines(spec)),
+        "mla_merge_wide",
+        [PTR, PTR, *_STRIDES, PTR, *_STRIDES, PTR, PTR, F32],
+        threads=MERGE_THREADS,
+        pdl=True,
+    )
+
+
+def attention(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_scale: float,
+) -> None:
+    """Run the plan's items: final rows of `out` and `lse`, or partial slots of split requests."""
+    spec = plan.spec
+    attention_kernel(spec).launch(
+        plan.cost.num_programs * num_row_tiles(spec),
+        q_nope.data_ptr(), *q_nope.stride()[:-1],
+        q_pe.data_ptr(), *q_pe.stride()[:-1],
+        kv_cache.data_ptr(), *kv_cache.stride()[:-1],
+        k_scale.data_ptr() if k_scale is not None else 0,
+        page_table.data_ptr(), page_table.stride(0),
+        plan.work.data_ptr(), plan.work_indptr.data_ptr(),
+        out.data_ptr(), *out.stride()[:-1],
+        lse.data_ptr(), *lse.stride(),
+        plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(),
+        softmax_scale / math.log(2.0), lse_scale, int(causal),
+        device=out.device.index,
+    )  # fmt: skip
+
+
+def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
+    """Finish the requests that were split."""
+    merge_kernel(plan.spec).launch(
+        (plan.spec.rows, plan.batch, 1),
+        plan.split_indptr.data_ptr(),
+        out.data_ptr(), *out.stride()[:-1],
+        lse.data_ptr(), *lse.stride(),
+        plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(), lse_scale,
+        device=out.device.index,
+    )  # fmt: skip
+
+
+def decode(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_scale: float,
+) -> None:
+    """Attention, then the merge, which starts while the last programs of attention finish."""
+    attention(
+        q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale
+    )
+    merge(plan, out, lse, lse_scale)
+
+
+def warmup(spec: MLASpec) -> None:
+    """Compile and load the kernels of `spec` on the current device."""
+    attention_kernel(spec).load()
+    merge_kernel(spec).load()

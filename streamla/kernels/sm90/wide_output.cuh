@@ -1,0 +1,103 @@
+// Wide attention: accumulators to the result, or to a partial slot.
+#pragma once
+
+#include "wide_tile.cuh"
+
+namespace streamla {
+
+struct Output {
+    u16* out;  // bf16
+    float* lse;
+    Rows out_rows, lse_rows;
+    float* out_partial;  // (slots, ROWS, LATENT)
+    float* lse_partial;  // (slots, ROWS), natural log
+    float lse_scale;
+};
+
+// All math warps have added their last tile. Leaves each column's 1 / mass (times the value scale) in the
+// scratch and writes its log mass.
+DEVICE void finish_rows(
+    const float (&mass)[COLUMNS / 4], const Output& o, const Item& item, int first_row, int num_rows,
+    float value_scale, u32 shared, const Lane& lane) {
+    const u32 scratch = shared + Shared::PROBABILITY;  // [warp][column]
+    const int warp = threadIdx.x / WARP;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 4; ++i) {
+        float sum = mass[i];
+#pragma unroll
+        for (int step = 4; step <= 16; step *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+        const int column = 8 * (i / 2) + 2 * lane.lane_pair + i % 2;
+        if (lane.lane_row == 0) store_shared(scratch + (warp * COLUMNS + column) * 4, sum);
+    }
+    named_barrier(MATH_BARRIER, MATH_THREADS);
+    const int column = threadIdx.x;
+    if (column < COLUMNS) {
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < MATH_WARPS; ++w) sum += load_shared_f32(scratch + (w * COLUMNS + column) * 4);
+        const float reference = load_shared_f32(shared + Shared::ROW_STATE + column * 8 + 4);
+        const float log_mass = (reference + log2_approx(sum)) * LN_2;
+        if (column < num_rows) {
+            const int row = first_row + column;
+            if (item.slot < 0)
+                o.lse[o.lse_rows.offset(item.request, row)] = log_mass * o.lse_scale;
+            else
+                o.lse_partial[static_cast<i64>(item.slot) * ROWS + row] = log_mass;
+        }
+        store_shared(shared + Shared::FACTOR + column * 4, sum == 0.f ? 0.f : value_scale / sum);
+    }
+    named_barrier(MATH_BARRIER, MATH_THREADS);
+}
+
+DEVICE void store_final(u16* row, const float (&v)[8], bool aligned) {
+    uint4 w = {pack_bfloat2(v[0], v[1]), pack_bfloat2(v[2], v[3]), pack_bfloat2(v[4], v[5]), pack_bfloat2(v[6], v[7])};
+    if (aligned) {
+        *reinterpret_cast<uint4*>(row) = w;
+        return;
+    }
+    const u32 words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) row[i] = words[i / 2] >> (i % 2 * 16);
+}
+
+// Lanes of neighbouring accumulator rows trade halves, so that every store covers whole sectors of 32 bytes.
+DEVICE void store_partial(float* row, const float (&v)[8], bool exists, const Lane& lane) {
+    const bool odd = lane.lane_row % 2;
+    float low[4], high[4];  // of the two lanes' first four latents, and of their last
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float other = __shfl_xor_sync(FULL_WARP, odd ? v[i] : v[4 + i], 4);
+        low[i] = odd ? other : v[i];
+        high[i] = odd ? v[4 + i] : other;
+    }
+    if (!exists) return;
+    float* pair = row + lane.value_latent() - (odd ? 4 : 0);
+    *reinterpret_cast<float4*>(pair) = make_float4(low[0], low[1], low[2], low[3]);
+    *reinterpret_cast<float4*>(pair + 8) = make_float4(high[0], high[1], high[2], high[3]);
+}
+
+// A thread holds eight neighbouring latents of each of its columns.
+DEVICE void store_rows(
+    const float (&out)[4][SCORES], const Output& o, const Item& item, int first_row, int num_rows, u32 shared,
+    const Lane& lane) {
+    const bool aligned = o.out_rows.aligned16(o.out, 2);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 4; ++i) {
+        const int column = 8 * (i / 2) + 2 * lane.lane_pair + i % 2;
+        const float factor = load_shared_f32(shared + Shared::FACTOR + column * 4);
+        float v[8];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            v[2 * m] = out[m][i / 2 * 4 + i % 2] * factor;
+            v[2 * m + 1] = out[m][i / 2 * 4 + i % 2 + 2] * factor;
+        }
+        const bool exists = column < num_rows;
+        const int row = first_row + column;
+        if (item.slot >= 0)
+            store_partial(o.out_partial + (static_cast<i64>(item.slot) * ROWS + row) * LATENT, v, exists, lane);
+        else if (exists)
+            store_final(o.out + o.out_rows.offset(item.request, row) + lane.value_latent(), v, aligned);
+    }
+}
+
+}  // namespace streamla

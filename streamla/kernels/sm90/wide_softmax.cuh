@@ -1,0 +1,169 @@
+// Wide attention: scores to probabilities.
+//
+// A row's probabilities are 2^(score - reference), in base 2, with one reference for all threads. It is set
+// HEADROOM below the row's highest score so far and moves only when a score exceeds it by LIMIT: fp16 holds
+// 2^LIMIT, and probabilities down to 2^-14 of the largest keep all their bits. Both groups accumulate under the same
+// reference: whoever raises it leaves the factor beside the tile's probabilities, and each group applies it
+// before it adds that tile.
+#pragma once
+
+#include "wide_tile.cuh"
+
+namespace streamla {
+
+constexpr float HEADROOM = 6.f;
+constexpr float LIMIT = 14.f;
+
+struct Causal {
+    int first_limit;  // tokens the row tile's first query sees, and every later query at least
+    int seqlen, first_row;
+    bool by_query;
+
+    DEVICE int limit(int column) const {
+        return by_query ? seqlen - SEQLEN_Q + 1 + (first_row + column) / NUM_HEADS : seqlen;
+    }
+};
+
+// NaN bytes to zero; every query that sees the token has NaN for its probability anyway.
+DEVICE u32 without_nan(u32 quad) {
+    // A byte is NaN if its low seven bits are ones: only then the sum carries into its sign.
+    const u32 signs = ((quad & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+    return quad & ~(signs | (signs - (signs >> 7)));
+}
+
+// The tile at `token` holds tokens that some query must not see, or ends past the request. Hides them from the
+// scores and, since 0 * NaN is NaN, from the values: what lies past the request becomes zero, and so do
+// NaN bytes of tokens that only some queries see.
+DEVICE void hide_tokens(float (&s)[SCORES], u32 stage, int token, const Causal& causal, const Lane& lane) {
+    const int low = lane.score_token(), high = low + 4;
+#pragma unroll
+    for (int i = 0; i < SCORES; ++i) {
+        const int limit = causal.limit(8 * (i / 4) + 2 * lane.lane_pair + i % 2) - token;
+        if ((i & 2 ? high : low) >= limit) s[i] = NEG_INF;
+    }
+    named_barrier(GROUP_BARRIER + lane.group, WARPGROUP);  // the group has read K
+    const int begin = max(0, causal.first_limit - token), end = causal.seqlen - token;
+    constexpr int VECTORS = LATENT / 16;
+    for (int i = begin * VECTORS + threadIdx.x % WARPGROUP; i < TILE * VECTORS; i += WARPGROUP) {
+        const int row = i / VECTORS;
+        const u32 address = stage + token_offset(row) + i % VECTORS * 16;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (row < end) {
+            v = load_shared_u32x4(address);
+            v = make_uint4(without_nan(v.x), without_nan(v.y), without_nan(v.z), without_nan(v.w));
+        }
+        store_shared(address, v);
+    }
+    fence_async_proxy();  // the next load of this stage comes after these stores
+}
+
+// Score scales and references of columns 8 block + 2 lane_pair and the next: {scale, reference} twice.
+DEVICE float4 row_state(u32 shared, int block, const Lane& lane) {
+    return load_shared_f32x4(shared + Shared::ROW_STATE + (8 * block + 2 * lane.lane_pair) * 8);
+}
+
+// Some score of the tile exceeds its reference by LIMIT: raise the references of such rows.
+DEVICE void raise_references(const float (&s)[SCORES], float (&mass)[COLUMNS / 4], u32 shared, const Lane& lane) {
+    const u32 scratch = shared + Shared::PROBABILITY;  // [warp][column], the highest score
+    float highest[COLUMNS / 4];
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+        const float4 state = row_state(shared, block, lane);
+        highest[2 * block] = fmaxf(s[4 * block], s[4 * block + 2]) * state.x;
+        highest[2 * block + 1] = fmaxf(s[4 * block + 1], s[4 * block + 3]) * state.z;
+    }
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 4; ++i) {
+#pragma unroll
+        for (int step = 4; step <= 16; step *= 2)
+            highest[i] = fmaxf(highest[i], __shfl_xor_sync(FULL_WARP, highest[i], step));
+        const int column = 8 * (i / 2) + 2 * lane.lane_pair + i % 2;
+        if (lane.lane_row == 0) store_shared(scratch + (lane.warp * COLUMNS + column) * 4, highest[i]);
+    }
+    named_barrier(GROUP_BARRIER + lane.group, WARPGROUP);
+    const int column = threadIdx.x % WARPGROUP;
+    if (column < COLUMNS) {
+        float top = NEG_INF;
+#pragma unroll
+        for (int warp = 0; warp < GROUP_WARPS; ++warp)
+            top = fmaxf(top, load_shared_f32(scratch + (warp * COLUMNS + column) * 4));
+        const u32 reference = shared + Shared::ROW_STATE + column * 8 + 4;
+        const float before = load_shared_f32(reference);
+        const bool raise = top - before > LIMIT;
+        const float after = raise ? top - HEADROOM : before;
+        store_shared(reference, after);
+        store_shared(shared + Shared::FACTOR + column * 4, raise ? exp2_approx(before - after) : 1.f);
+    }
+    named_barrier(GROUP_BARRIER + lane.group, WARPGROUP);
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+        const float2 factor = load_shared_f32x2(shared + Shared::FACTOR + (8 * block + 2 * lane.lane_pair) * 4);
+        mass[2 * block] *= factor.x;
+        mass[2 * block + 1] *= factor.y;
+    }
+}
+
+// Probabilities of a tile to shared memory, and their sums to `mass`. `tile` counts the program's tiles.
+DEVICE void softmax_tile(
+    const float (&s)[SCORES], float (&mass)[COLUMNS / 4], u32 shared, int tile, const Lane& lane) {
+    float excess = NEG_INF;
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+        const float4 state = row_state(shared, block, lane);
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            excess = fmaxf(excess, fmaf(s[4 * block + 2 * row], state.x, -state.y));
+            excess = fmaxf(excess, fmaf(s[4 * block + 2 * row + 1], state.z, -state.w));
+        }
+    }
+    // Both groups have used the probabilities of the tile before, and its factors.
+    mbarrier_wait(shared + Shared::PROBABILITY_EMPTY, (tile & 1) ^ 1);
+    const bool raise = named_barrier_any(GROUP_BARRIER + lane.group, WARPGROUP, excess > LIMIT);
+    if (raise) raise_references(s, mass, shared, lane);
+    if (threadIdx.x % WARPGROUP == 0) store_shared(shared + Shared::RAISED, static_cast<u32>(raise));
+
+    // Matrices of a stmatrix: rows (lane_row, 0) and (lane_row, 1) of one block, then of the next.
+    const int l = threadIdx.x % WARP;
+    const int place = 16 * lane.warp + l / 8 % 2 * 8 + l % 8 / 4 * 4 + l % 2 * 2 + l / 2 % 2;
+    const u32 address = shared + Shared::PROBABILITY + l / 16 * (TILE * 16) + place * 16;
+    u32 packed[4];
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+        const float4 state = row_state(shared, block, lane);
+        float p[4];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            p[2 * row] = exp2_approx(fmaf(s[4 * block + 2 * row], state.x, -state.y));
+            p[2 * row + 1] = exp2_approx(fmaf(s[4 * block + 2 * row + 1], state.z, -state.w));
+            packed[block % 2 * 2 + row] = pack_half2(p[2 * row], p[2 * row + 1]);
+        }
+        mass[2 * block] += p[0] + p[2];
+        mass[2 * block + 1] += p[1] + p[3];
+        if (block % 2)
+            store_matrix_x4(address + (block - 1) * (TILE * 16), packed[0], packed[1], packed[2], packed[3]);
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (l == 0) mbarrier_arrive(shared + Shared::PROBABILITY_FULL);
+}
+
+// Apply the factors of a tile that raised references. The owner's mass has them already.
+DEVICE void rescale(float (&out)[4][SCORES], float (&mass)[COLUMNS / 4], bool owner, u32 shared, const Lane& lane) {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+        const float2 factor = load_shared_f32x2(shared + Shared::FACTOR + (8 * block + 2 * lane.lane_pair) * 4);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+            out[m][4 * block] *= factor.x;
+            out[m][4 * block + 1] *= factor.y;
+            out[m][4 * block + 2] *= factor.x;
+            out[m][4 * block + 3] *= factor.y;
+        }
+        if (!owner) {
+            mass[2 * block] *= factor.x;
+            mass[2 * block + 1] *= factor.y;
+        }
+    }
+}
+
+}  // namespace streamla

@@ -1,0 +1,124 @@
+// Wide attention: the sizes, the shared memory, and which thread holds what.
+//
+// A tile is 64 tokens of one request; a row tile is COLUMNS query rows (heads x seqlen_q), which are the
+// columns (N) of every product:
+//     scores^T (64 tokens x COLUMNS)   = K (64 x 576)    Q^T      A = K in registers,   B = Q in shared memory
+//     out^T    (512 latents x COLUMNS) = V^T (512 x 64)  P^T      A = V^T in registers, B = P in shared memory
+#pragma once
+
+#include "ptx.cuh"
+
+namespace streamla {
+
+// Compile-time facts, set by wide.py.
+constexpr int NUM_HEADS = STREAMLA_NUM_HEADS;
+constexpr int SEQLEN_Q = STREAMLA_SEQLEN_Q;
+constexpr int PAGE_SIZE = STREAMLA_PAGE_SIZE;
+constexpr int ROW_TILES = STREAMLA_ROW_TILES;
+
+constexpr int TILE = 64;
+constexpr int LATENT = 512;
+constexpr int ROPE = 64;
+constexpr int ROW_BYTES = LATENT + ROPE;
+
+constexpr int ROWS = NUM_HEADS * SEQLEN_Q;                           // of a request
+constexpr int TILE_ROWS = (ROWS + ROW_TILES - 1) / ROW_TILES;        // of a program; the last may have fewer
+constexpr int COLUMNS = (TILE_ROWS + 15) / 16 * 16;
+constexpr int BLOCKS = COLUMNS / 8;                                  // of 8 columns
+constexpr int SCORES = COLUMNS / 2;                                  // accumulators of a 64 x COLUMNS product
+static_assert(COLUMNS == 48 || COLUMNS == 64, "a row tile has 33 to 64 rows");
+
+constexpr int GROUPS = 2;                                            // math warpgroups
+constexpr int GROUP_WARPS = 4;
+constexpr int MATH_WARPS = GROUPS * GROUP_WARPS;
+constexpr int MATH_THREADS = GROUPS * WARPGROUP;
+constexpr int THREADS = MATH_THREADS + WARPGROUP;
+constexpr int MATH_REGISTERS = 240;
+constexpr int LOAD_REGISTERS = 32;
+
+// The two halves of a tile lie 32 bytes apart: with the pitch of 576 bytes, a quarter warp's reads of
+// K (two tokens, 64 bytes each) and a half warp's of V (four tokens, 32 bytes each) meet every bank once.
+constexpr int HALF = TILE / 2;
+constexpr int HALF_SKEW = 32;
+constexpr int STAGE_BYTES = TILE * ROW_BYTES + HALF_SKEW;
+constexpr int STAGES = 4;  // even, so that a stage always belongs to the same group
+
+constexpr int QUERY_CHUNK = COLUMNS * 128;                           // 64 dimensions in fp16, 128-byte swizzle
+constexpr int QUERY_CHUNKS = ROW_BYTES / 64;
+constexpr int PROBABILITY_BYTES = BLOCKS * TILE * 16;                // [block][token][8 columns] fp16
+
+struct Shared {
+    static constexpr u32 QUERY = 0;
+    static constexpr u32 STAGE = QUERY + QUERY_CHUNKS * QUERY_CHUNK;
+    static constexpr u32 PROBABILITY = STAGE + STAGES * STAGE_BYTES;  // also scratch between products
+    static constexpr u32 ROW_STATE = PROBABILITY + PROBABILITY_BYTES; // [column] score scale, reference
+    static constexpr u32 FACTOR = ROW_STATE + COLUMNS * 8;            // [column] what the last raise multiplies by
+    static constexpr u32 RAISED = FACTOR + COLUMNS * 4;               // whether this tile raised a reference
+    static constexpr u32 FULL = RAISED + 8;                           // mbarriers
+    static constexpr u32 EMPTY = FULL + STAGES * 8;
+    static constexpr u32 PROBABILITY_FULL = EMPTY + STAGES * 8;
+    static constexpr u32 PROBABILITY_EMPTY = PROBABILITY_FULL + 8;
+    static constexpr u32 END = PROBABILITY_EMPTY + 8;
+};
+static_assert(Shared::STAGE % 128 == 0 && Shared::PROBABILITY % 128 == 0, "operands of wgmma");
+static_assert(MATH_WARPS * COLUMNS * 4 <= PROBABILITY_BYTES, "the masses of all warps fit the scratch");
+static_assert(Shared::END == STREAMLA_SHARED_BYTES, "what the launcher reserves");
+
+// The reference of a row that has seen nothing: finite, so that a masked score (-inf) less it stays -inf.
+constexpr float LOWEST_REFERENCE = -3.0e38f;
+
+// Named barriers; 0 is __syncthreads.
+enum Barrier { GROUP_BARRIER = 1, MATH_BARRIER = GROUP_BARRIER + GROUPS };
+
+// One item of the plan.
+struct Item {
+    int request, begin, end, seqlen, slot;
+
+    DEVICE int num_tiles() const { return (end - begin + TILE - 1) / TILE; }
+};
+DEVICE Item load_item(const int* work, int index) {
+    const int4 head = *reinterpret_cast<const int4*>(work + index * 8);
+    return {head.x, head.y, head.z, head.w, work[index * 8 + 4]};
+}
+
+// A (batch, seqlen_q, num_heads, *) tensor; strides in elements, the innermost is 1.
+struct Rows {
+    i64 request, query, head;
+
+    DEVICE i64 offset(int b, int row) const {
+        return b * request + row / NUM_HEADS * query + row % NUM_HEADS * head;
+    }
+    // Whether every row is a whole number of 16-byte vectors away from `base`.
+    DEVICE bool aligned16(const void* base, int element_bytes) const {
+        return ((reinterpret_cast<u64>(base) | (request | query | head) * element_bytes) & 15) == 0;
+    }
+};
+
+DEVICE u32 token_offset(int token) { return token * ROW_BYTES + token / HALF * HALF_SKEW; }
+
+// Where a thread stands in its warpgroup. In the accumulators of a product, value 4 * block + e is
+//     row    16 * warp + lane_row + e / 2 * 8
+//     column 8 * block + 2 * lane_pair + e % 2
+struct Lane {
+    int group, warp, lane_row, lane_pair;
+
+    DEVICE Lane()
+        : group(threadIdx.x / WARPGROUP), warp(threadIdx.x / WARP % GROUP_WARPS),
+          lane_row(threadIdx.x % WARP / 4), lane_pair(threadIdx.x % 4) {}
+
+    // Scores: the token in accumulator row (lane_row, 0); row (lane_row, 1) is 4 tokens on. Warp w takes the
+    // 16 tokens that are step w of the second product, four neighbours from each half.
+    DEVICE int score_token() const { return lane_row / 4 * HALF + 8 * warp + lane_row % 4; }
+    // Its place among the 64 tokens of the second product; row (lane_row, 1) is 8 on. Follows from
+    // `value_token`.
+    DEVICE int score_place() const {
+        return 16 * warp + lane_row / 4 * 4 + lane_row % 2 * 2 + lane_row / 2 % 2;
+    }
+    // Values: the tokens of places 2 * lane_pair + {0, 1, 8, 9} of a step are this one + {0, 2, 4, 6}; a step
+    // is 8 on.
+    DEVICE int value_token() const { return lane_pair / 2 * HALF + lane_pair % 2; }
+    // Values: the first of eight neighbouring latents; block b of 64 rows holds latents 2 b and 2 b + 1.
+    DEVICE int value_latent() const { return group * (LATENT / GROUPS) + (8 * warp + lane_row) * 8; }
+};
+
+}  // namespace streamla
