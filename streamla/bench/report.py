@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from rich import box
 from rich.table import Table
 
 from streamla.bench.compare import Comparison
@@ -15,7 +16,7 @@ from streamla.bench.workloads import tokens_text
 def shape_text(record: Record) -> str:
     """ "128K x 16", or what a ragged batch holds."""
     if record.cache_seqlens:
-        return f"{record.requests} of {min(record.cache_seqlens)}-{record.context}"
+        return f"{min(record.cache_seqlens)}-{record.context} x {record.requests}"
     return f"{tokens_text(record.context)} x {record.requests}"
 
 
@@ -25,57 +26,81 @@ def varying(records: Sequence[Record]) -> list[str]:
     return [n for n in names if len({getattr(r, n) for r in records}) > 1]
 
 
-SPEC_TITLES = {
-    "num_heads": "{} heads",
-    "kv_format": "{} cache",
-    "page_size": "pages of {}",
-    "seqlen_q": "{} query token(s)",
-}
 SPEC_COLUMNS = {"num_heads": "heads", "kv_format": "cache", "page_size": "page", "seqlen_q": "q"}
 
 
+def spec_text(record: Record, leave_out: Sequence[str] = ()) -> str:
+    """The spec in words, without the fields in `leave_out`."""
+    q = record.seqlen_q
+    words = {
+        "num_heads": f"{record.num_heads} heads",
+        "kv_format": f"{record.kv_format} cache",
+        "page_size": f"pages of {record.page_size}",
+        "seqlen_q": f"{q} query token{'s' if q > 1 else ''}",
+    }
+    return ", ".join(text for name, text in words.items() if name not in leave_out)
+
+
+def plain_table(title: str) -> Table:
+    """Every table of the command line looks like this."""
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+
+
 def bench_table(records: Sequence[Record], measured_on: str) -> Table:
-    """One row a record."""
+    """One row a record; what all records share is in the title."""
     axes = varying(records)
-    fixed = [t.format(getattr(records[0], n)) for n, t in SPEC_TITLES.items() if n not in axes]
-    table = Table(title=f"{', '.join(fixed)} on {measured_on}", title_justify="left")
-    table.add_column("context x requests" if not records[0].cache_seqlens else "tokens a request")
+    impls = list(dict.fromkeys(r.impl for r in records))
+    several = len(impls) > 1
+    who = "" if several else f"{impls[0]}, "
+    table = plain_table(f"{who}{spec_text(records[0], axes)}, on {measured_on}")
+    ragged = any(r.cache_seqlens for r in records)
+    table.add_column("tokens each x requests" if ragged else "context x requests", no_wrap=True)
     for name in axes:
         table.add_column(SPEC_COLUMNS[name], justify="right", no_wrap=True)
-    several = len({r.impl for r in records}) > 1
-    table.add_column("impl", no_wrap=True)
-    for name in ("MB", "us", "quartiles", "GB/s", "of floor", "x floor", "error", "busy"):
+    if several:
+        table.add_column("impl", no_wrap=True)
+    for name in ("MB", "us", "spread", "GB/s", "of floor", "x floor", "error", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
     previous = None
     for r in records:
-        shape = (shape_text(r), *(getattr(r, n) for n in axes))
+        shape = [shape_text(r), *(str(getattr(r, n)) for n in axes)]
         if several and previous not in (None, shape):
             table.add_section()
+        repeated = several and previous == shape
         previous = shape
-        table.add_row(shape[0], *(str(s) for s in shape[1:]), r.impl, *_measured(r))
+        first = [""] * len(shape) if repeated else shape
+        table.add_row(*first, *([r.impl] if several else []), *_measured(r))
     return table
 
 
 def _measured(r: Record) -> list[str]:
     error = "" if r.error is None else f"{r.error:.1e}"
     busy = "" if r.programs_busy is None else f"{r.programs_busy}/{r.programs}"
-    if r.us is None or r.us_p25 is None or r.us_p75 is None:
-        return [f"{r.bytes / 1e6:.1f}", "-", "", "", "", "", error, busy]
+    megabytes = three_digits(r.bytes / 1e6)
+    if r.us is None or r.us_p25 is None or r.us_p75 is None or r.gbps is None:
+        return [megabytes, "-", "", "", "", "", error, busy]
     return [
-        f"{r.bytes / 1e6:.1f}",
-        _digits(r.us),
-        f"{_digits(r.us_p25)}-{_digits(r.us_p75)}",
-        f"{r.gbps:.0f}" if r.gbps >= 10 else f"{r.gbps:.1f}",  # type: ignore[operator]
-        f"{1 / r.x_floor:.0%}" if r.x_floor else "",
+        megabytes,
+        three_digits(r.us),
+        f"{(r.us_p75 - r.us_p25) / r.us:.1%}",
+        three_digits(r.gbps),
+        f"{1 / r.x_floor:.1%}" if r.x_floor else "",
         f"{r.x_floor:.2f}" if r.x_floor else "",
         error,
         busy,
     ]
 
 
-def _digits(us: float) -> str:
-    """Three or four digits: more would be noise."""
-    return f"{us:.2f}" if us < 10 else f"{us:.1f}" if us < 1000 else f"{us:.0f}"
+def three_digits(value: float) -> str:
+    """At least three digits; more would be noise."""
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def notes(records: Iterable[Record]) -> list[str]:
@@ -116,19 +141,21 @@ def same_work_spread(records: Sequence[Record]) -> float | None:
 
 def compare_table(comparison: Comparison, tolerance: float) -> Table:
     """One row a change, slow-downs beyond the tolerance marked."""
-    table = Table(title="second run / first run", title_justify="left")
-    table.add_column("context x requests")
-    table.add_column("spec")
+    before = [c.before for c in comparison.changes]
+    axes = varying(before)
+    table = plain_table(f"Second run against the first: {spec_text(before[0], axes)}")
+    table.add_column("tokens x requests", no_wrap=True)
+    for name in axes:
+        table.add_column(SPEC_COLUMNS[name], justify="right", no_wrap=True)
     table.add_column("impl", no_wrap=True)
     for name in ("us before", "us after", "ratio", "by quartiles", ""):
         table.add_column(name, justify="right", no_wrap=True)
     for c in comparison.changes:
         a, b = c.before, c.after
-        spec = f"{a.num_heads} heads, {a.kv_format}, page {a.page_size}, q {a.seqlen_q}"
         slower = c.slower(tolerance)
         verdict = "[bold red]slower[/]" if slower else "faster" if c.ratio < 1 - tolerance else ""
         table.add_row(
-            shape_text(a), spec, a.impl, _digits(a.us or 0), _digits(b.us or 0),
+            shape_text(a), *(str(getattr(a, n)) for n in axes), a.impl, three_digits(a.us or 0), three_digits(b.us or 0),
             f"{c.ratio:.3f}", f"{c.low:.3f}-{c.high:.3f}", verdict,
         )  # fmt: skip
     return table

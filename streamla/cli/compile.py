@@ -42,13 +42,13 @@ def compile(
 
 
 def _print(facts: list[KernelFacts], target: str) -> None:
-    from rich.table import Table
+    from streamla.bench.report import plain_table
 
     amd = target == "gfx942"
     columns = ["threads", "VGPR", "AGPR", "SGPR"] if amd else ["threads", "regs"]
     unit, memory = ("CU", "LDS") if amd else ("SM", "shared")
     columns += ["spill", memory, f"per {unit}", "instr", "matrix", "conv", memory + " i"]
-    table = Table(title=f"{len(facts)} kernels for {target}", title_justify="left")
+    table = plain_table(f"{len(facts)} kernels for {target}")
     table.add_column("kernel", overflow="fold")
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)

@@ -134,7 +134,9 @@ def _facts(plan: DecodePlan, workload: Workload, arch: Arch) -> PlanFacts:
     even = len(set(workload.lengths)) <= 1
     longest = tokens_text(workload.context)
     return PlanFacts(
-        shape=f"{longest} x {workload.requests}" if even else f"{workload.requests}, to {longest}",
+        shape=f"{longest} x {workload.requests}"
+        if even
+        else f"{min(workload.lengths)}-{longest} x {workload.requests}",
         requests=workload.requests,
         tokens=workload.tokens,
         items=bounds[-1],
@@ -154,10 +156,10 @@ def _facts(plan: DecodePlan, workload: Workload, arch: Arch) -> PlanFacts:
 
 
 def _print(facts: list[PlanFacts], title: str, cost: CostModel, arch: Arch) -> None:
-    from rich.table import Table
+    from streamla.bench.report import plain_table
 
-    table = Table(title=title, title_justify="left")
-    table.add_column("requests")
+    table = plain_table(title)
+    table.add_column("tokens x requests", no_wrap=True)
     for name in (
         "tokens",
         "items",
