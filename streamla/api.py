@@ -1,0 +1,258 @@
+"""The public calls: validate, select, launch.
+
+    plan = streamla.plan(cache_seqlens, spec)                      # once a step
+    out = streamla.decode(q, kv_cache, page_table, plan, softmax_scale=scale)  # once a layer
+
+No call synchronises with the device, and with `out=` and `lse=` none allocates, so all of them may be
+captured in a CUDA graph once `warmup` has compiled what they launch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from streamla import checks, ops
+from streamla.arch import arch_of
+from streamla.plan import CostModel, DecodePlan, empty_plan
+from streamla.select import refusals, select
+from streamla.spec import KVFormat, MLASpec
+
+
+def plan(
+    cache_seqlens: torch.Tensor,
+    spec: MLASpec,
+    *,
+    max_seqlen: int | None = None,
+    batch_invariant: bool = False,
+    impl: str = "auto",
+    out: DecodePlan | None = None,
+) -> DecodePlan:
+    """Divide the work of one decode step among the programs of the GPU.
+
+    Runs on the device that holds the lengths, without a host sync: a graph that captured it serves
+    every later content of `cache_seqlens`.
+
+    Args:
+        cache_seqlens: (batch,) int32, tokens of each request, the seqlen_q new ones included. 0 is an
+            empty row: its output is 0 and its lse -inf.
+        spec: what the plan is for.
+        max_seqlen: lengths are cut to this many tokens on the device, and `plan.status` says so. Give
+            the page table's width in tokens, and no length can lead past the table.
+        batch_invariant: cut each request by its own length alone, so that its bits do not depend on the
+            rest of the batch. Costs balance, and `cost.max_splits` partial slots a request.
+        impl: "auto" or an implementation's name; see `support`.
+        out: a plan of the same batch size, spec and options, whose buffers are filled again.
+
+    Returns:
+        The plan, `out` if it was given. One plan serves all layers of the step, on one stream.
+
+    Raises:
+        ValueError, TypeError: an argument is not as above; lengths on the CPU are checked too.
+    """
+    if not isinstance(spec, MLASpec):
+        raise TypeError(f"spec: need an MLASpec; got {type(spec).__name__}")
+    checks.check_lengths(cache_seqlens, max_seqlen)
+    batch, device = cache_seqlens.shape[0], cache_seqlens.device
+    if out is None:
+        chosen, *cost = _choose(spec, device, impl)
+        out = empty_plan(
+            batch, spec, chosen, CostModel(*cost), device, max_seqlen, batch_invariant
+        )  # fmt: skip
+    else:
+        _check_reused(out, spec, batch, device, max_seqlen, batch_invariant, impl)
+    torch.ops.streamla.plan(cache_seqlens, *ops.plan_arguments(out))
+    return out
+
+
+@torch.compiler.assume_constant_result
+def _choose(spec: MLASpec, device: torch.device, impl: str) -> tuple[str, int, int, int, int, int]:
+    """The implementation's name and its cost model, as constants that a compiled graph can hold."""
+    arch = arch_of(device)
+    chosen = select(spec, arch, impl)
+    return chosen.name, *dataclasses.astuple(chosen.load().cost_model(spec, arch))
+
+
+def _check_reused(
+    out: DecodePlan,
+    spec: MLASpec,
+    batch: int,
+    device: torch.device,
+    max_seqlen: int | None,
+    batch_invariant: bool,
+    impl: str,
+) -> None:
+    if not isinstance(out, DecodePlan):
+        raise TypeError(f"out: need a DecodePlan; got {type(out).__name__}")
+    for name, need, got in (
+        ("spec", spec, out.spec),
+        ("batch", batch, out.batch),
+        ("device", device, out.device),
+        ("max_seqlen", max_seqlen, out.max_seqlen),
+        ("batch_invariant", batch_invariant, out.batch_invariant),
+        ("impl", out.impl if impl == "auto" else impl, out.impl),
+    ):
+        if need != got:
+            raise ValueError(f"out: need a plan with {name} {need}; got {got}")
+
+
+def attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    *,
+    softmax_scale: float,
+    q_pe: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    causal: bool = True,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    lse_base: str = "e",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention stage alone: final rows of requests in one piece, partial slots of the others.
+
+    Arguments and errors are those of `decode`. Rows of split requests are left as they were in `out`
+    and `lse` until `merge` finishes them.
+    """
+    arguments = _arguments(
+        q, kv_cache, page_table, plan, softmax_scale, q_pe, k_scale, causal, out, lse, lse_base
+    )
+    torch.ops.streamla.attention(*arguments)
+    return arguments[-5], arguments[-4]
+
+
+def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, *, lse_base: str = "e") -> None:
+    """Finish `out` and `lse` of every split request, in place, from the plan's partial slots.
+
+    Args:
+        plan: the plan that `attention` ran.
+        out: (batch, seqlen_q, num_heads, kv_lora_rank) bfloat16.
+        lse: (batch, seqlen_q, num_heads) float32.
+        lse_base: "e" or "2", as given to `attention`.
+
+    Raises:
+        ValueError, TypeError: an argument is not as above.
+    """
+    _check_plan(plan)
+    lse_scale = checks.check_lse_base(lse_base)
+    out, lse = checks.outputs(out, lse, plan)
+    torch.ops.streamla.merge(*ops.plan_arguments(plan), out, lse, lse_scale)
+
+
+def decode(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    *,
+    softmax_scale: float,
+    q_pe: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    causal: bool = True,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    lse_base: str = "e",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """MLA decode: attention and merge. Reads the engine's own tensors; copies none.
+
+    Args:
+        q: (batch, seqlen_q, num_heads, kv_lora_rank + qk_rope_head_dim) bfloat16, or with `q_pe` its
+            first kv_lora_rank columns. Any strides, the last dimension contiguous.
+        kv_cache: (num_pages, page_size, row_width) of the format's dtype (fp8 also as uint8), any page
+            and token stride, the last dimension contiguous.
+        page_table: (batch, width) int32. Entries past a request's last page are never read.
+        plan: from `plan`, for these lengths.
+        softmax_scale: the model's: MLA scales by its un-absorbed head width, (128 + 64) ** -0.5, times
+            what its rope scaling adds. There is no default, since head_dim here is not that width.
+        q_pe: (batch, seqlen_q, num_heads, qk_rope_head_dim) bfloat16.
+        k_scale: one float32 on the device, for the fp8 formats: real = stored * k_scale. None is 1.
+        causal: query i of n sees keys [0, seqlen - n + 1 + i), else all.
+        out: (batch, seqlen_q, num_heads, kv_lora_rank) bfloat16, written; else a new tensor.
+        lse: (batch, seqlen_q, num_heads) float32, written; else a new tensor.
+        return_lse: also return the log of the sum of exponentials, -inf where nothing was seen.
+        lse_base: "e" for natural logarithms, "2" for base 2.
+
+    Returns:
+        out, or (out, lse).
+
+    Raises:
+        ValueError, TypeError: an argument is not as above, or does not fit the plan. Lengths and page
+            ids are checked on the CPU, and on a GPU with STREAMLA_DEBUG=1 (which synchronises).
+    """
+    arguments = _arguments(
+        q, kv_cache, page_table, plan, softmax_scale, q_pe, k_scale, causal, out, lse, lse_base
+    )
+    torch.ops.streamla.decode(*arguments)
+    out, lse = arguments[-5], arguments[-4]
+    return (out, lse) if return_lse else out
+
+
+def _arguments(
+    q, kv_cache, page_table, plan, softmax_scale, q_pe, k_scale, causal, out, lse, lse_base
+) -> tuple:
+    """Checked arguments in the order of the ops."""
+    _check_plan(plan)
+    q_nope, q_rope = checks.split_query(q, q_pe, plan)
+    checks.check_cache(kv_cache, plan.spec, plan.device)
+    checks.check_page_table(page_table, kv_cache, plan)
+    k_scale = checks.check_k_scale(k_scale, plan)
+    softmax_scale = checks.check_scale(softmax_scale)
+    lse_scale = checks.check_lse_base(lse_base)
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: need a bool; got {type(causal).__name__}")
+    out, lse = checks.outputs(out, lse, plan)
+    inputs = (q_nope, q_rope, kv_cache, k_scale, page_table)
+    options = (softmax_scale, causal, lse_scale)
+    return (*inputs, *ops.plan_arguments(plan), out, lse, *options)
+
+
+def _check_plan(plan: DecodePlan) -> None:
+    if not isinstance(plan, DecodePlan):
+        raise TypeError(f"plan: need a DecodePlan from streamla.plan; got {type(plan).__name__}")
+
+
+def warmup(
+    spec: MLASpec,
+    batch_sizes: Sequence[int],
+    *,
+    impl: str = "auto",
+    device: torch.device | str | None = None,
+) -> None:
+    """Compile and load all that decoding `spec` launches, so that no request and no capture waits.
+
+    Args:
+        spec: what will be decoded.
+        batch_sizes: the batch sizes that will be captured or served.
+        impl: as for `plan`.
+        device: the GPU; the current one by default.
+    """
+    for batch in batch_sizes:
+        checks.check_int("batch_sizes", batch, 0)
+    device = _device(device)
+    select(spec, arch_of(device), impl).load().warmup(spec, list(batch_sizes), device)
+
+
+def support(device: torch.device | str | None = None) -> str:
+    """The support matrix of this machine: for each cache format, who serves it and why others do not."""
+    arch = arch_of(_device(device))
+    lines = [f"{arch.name} ({arch.target}, {arch.units} units)"]
+    for kv_format in KVFormat:
+        spec = dataclasses.replace(MLASpec(num_heads=16), kv_format=kv_format)
+        answers = refusals(spec, arch)
+        chosen = next((name for name, reason in answers.items() if reason is None), "none")
+        lines.append(f"  {kv_format.value:14} {chosen}")
+        lines += [f"    not {name}: {reason}" for name, reason in answers.items() if reason]
+    return "\n".join(lines)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,288 @@
+"""Split-KV attention (portable Triton), for NVIDIA, AMD and, interpreted, the CPU.
+
+    for each item of this program:              tokens [begin, end) of one request
+        load the query rows                     (BLOCK_R, D) and (BLOCK_R, R)
+        for each tile of TILE_N tokens:
+            page ids -> rows -> scores -> online softmax -> accumulate
+        write out and lse, or a partial slot if the request is split
+
+The grid is (programs of the plan, row tiles): a row tile is BLOCK_R of the seqlen_q * num_heads query
+rows of a request, row = query * num_heads + head. Softmax runs in base 2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from streamla.arch import Arch, arch_of
+from streamla.plan import CostModel, DecodePlan
+from streamla.spec import DS_MLA_GROUP, KVFormat, MLASpec
+
+LN2: tl.constexpr = tl.constexpr(math.log(2.0))
+GROUP: tl.constexpr = tl.constexpr(DS_MLA_GROUP)
+
+
+def block_rows(spec: MLASpec) -> int:
+    """Query rows a program holds: 16 is the least a matrix instruction takes, 64 all registers bear."""
+    return min(64, max(16, triton.next_power_of_2(spec.rows)))
+
+
+def num_row_tiles(spec: MLASpec) -> int:
+    return triton.cdiv(spec.rows, block_rows(spec))
+
+
+def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
+    # LDS of gfx942 (64 KB) holds one tile of 32 rows widened to bf16; Hopper's, several of 64.
+    tile_n = 32 if arch.target == "gfx942" else 64
+    return CostModel(
+        tile_n=tile_n,
+        num_programs=max(1, arch.units // num_row_tiles(spec)),
+        overhead_tiles=1,
+        min_split_tiles=max(1, 128 // tile_n),
+    )
+
+
+@triton.jit
+def row_offset(request, row, stride_b, stride_s, stride_h, NUM_HEADS: tl.constexpr):
+    """Element offset of query row `row` in a (batch, seqlen_q, num_heads, *) tensor."""
+    return request * stride_b + (row // NUM_HEADS) * stride_s + (row % NUM_HEADS) * stride_h
+
+
+@triton.jit
+def load_rows(rows, row_bytes, mask, WIDTH: tl.constexpr):
+    """(tokens, WIDTH) values of `rows`, each row `row_bytes` after the first; 0 where masked."""
+    offset = row_bytes // (rows.dtype.element_ty.primitive_bitwidth // 8)
+    column = tl.arange(0, WIDTH)
+    return tl.load(rows + offset[:, None] + column[None, :], mask=mask[:, None], other=0.0)
+
+
+@triton.jit
+def decode_fnuz(byte):
+    """e4m3fnuz bytes as float16, exactly, where the compiler has no such type (all but gfx942).
+
+    The seven bits below the sign are those of a float16 with four exponent bits; the exponent
+    biases (8 and 15) differ by a factor 2 ** 7. 0x80 is the one NaN.
+    """
+    bits = byte.to(tl.int16)
+    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return tl.where(bits == 0x80, float("nan"), half * 128.0).to(tl.float16)
+
+
+@triton.jit
+def rescale_groups(latent, scales, TILE_N: tl.constexpr, D: tl.constexpr):
+    """fp8_ds_mla: every 128 latents have a scale. A power of two, as writers store it, is exact here."""
+    grouped = tl.reshape(latent.to(tl.float32), (TILE_N, D // GROUP, GROUP)) * scales[:, :, None]
+    return tl.reshape(grouped, (TILE_N, D))
+
+
+@triton.jit
+def dot(a, b, acc, DTYPE: tl.constexpr):
+    """Operands in DTYPE, accumulated in float32; float32 operands are multiplied exactly as such."""
+    return tl.dot(a.to(DTYPE), b.to(DTYPE), acc, input_precision="ieee")
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_b", "q_s", "q_h", "pe_b", "pe_s", "pe_h", "page_bytes", "token_bytes", "page_table_b",
+        "out_b", "out_s", "out_h", "lse_b", "lse_s", "lse_h", "softmax_scale_log2", "lse_scale",
+    ],
+    do_not_specialize_on_alignment=[
+        "q_nope", "q_pe", "latents", "ropes", "group_scales", "k_scale", "page_table",
+        "out", "lse", "out_partial", "lse_partial", "work", "work_indptr",
+    ],
+)  # fmt: skip
+def mla_attention_kernel(
+    q_nope, q_b: tl.int64, q_s: tl.int64, q_h: tl.int64,  # (batch, seqlen_q, num_heads, D) bf16
+    q_pe, pe_b: tl.int64, pe_s: tl.int64, pe_h: tl.int64,  # (batch, seqlen_q, num_heads, R) bf16
+    latents,       # (num_pages, page_size, D)
+    ropes,         # (num_pages, page_size, R)
+    group_scales,  # (num_pages, page_size, D / 128) fp32, fp8_ds_mla only
+    page_bytes: tl.int64, token_bytes: tl.int64,  # strides of the three above
+    k_scale,       # (1,) fp32, or None
+    page_table, page_table_b: tl.int64,  # (batch, width) int32
+    work, work_indptr,  # the plan
+    out, out_b: tl.int64, out_s: tl.int64, out_h: tl.int64,  # (batch, seqlen_q, num_heads, D) bf16
+    lse, lse_b: tl.int64, lse_s: tl.int64, lse_h: tl.int64,  # (batch, seqlen_q, num_heads) fp32
+    out_partial, lse_partial,  # (num_slots, seqlen_q, num_heads, D) and without D, fp32, contiguous
+    softmax_scale_log2, lse_scale,
+    NUM_HEADS: tl.constexpr, SEQLEN_Q: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr, BLOCK_R: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_GROUP_SCALES: tl.constexpr, DECODE_FNUZ: tl.constexpr,
+    ALIGNED: tl.constexpr, SCORE_DTYPE: tl.constexpr, VALUE_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """One program runs its items of the plan for one row tile."""
+    if ALIGNED:  # 16-byte loads
+        latents, ropes = tl.multiple_of(latents, 16), tl.multiple_of(ropes, 16)
+        page_bytes, token_bytes = tl.multiple_of(page_bytes, 16), tl.multiple_of(token_bytes, 16)
+
+    ROWS: tl.constexpr = NUM_HEADS * SEQLEN_Q
+    program = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_row = row < ROWS
+    d, r, n = tl.arange(0, D), tl.arange(0, R), tl.arange(0, TILE_N)
+
+    value_scale = 1.0
+    if HAS_SCALE:
+        value_scale = tl.load(k_scale)
+    score_scale = softmax_scale_log2 * value_scale
+
+    for item in range(tl.load(work_indptr + program), tl.load(work_indptr + program + 1)):
+        request, begin = tl.load(work + item * 8).to(tl.int64), tl.load(work + item * 8 + 1)
+        end, seqlen = tl.load(work + item * 8 + 2), tl.load(work + item * 8 + 3)
+        slot = tl.load(work + item * 8 + 4)
+
+        q_base = q_nope + row_offset(request, row, q_b, q_s, q_h, NUM_HEADS)
+        pe_base = q_pe + row_offset(request, row, pe_b, pe_s, pe_h, NUM_HEADS)
+        query = tl.load(q_base[:, None] + d[None, :], mask=is_row[:, None], other=0.0)
+        query_pe = tl.load(pe_base[:, None] + r[None, :], mask=is_row[:, None], other=0.0)
+        pages = page_table + request * page_table_b
+
+        # A causal query sees `limit` tokens; the queries are the last SEQLEN_Q tokens of the request.
+        limit = tl.zeros([BLOCK_R], tl.int32) + seqlen
+        if CAUSAL:
+            limit = seqlen - SEQLEN_Q + 1 + row // NUM_HEADS
+
+        acc = tl.zeros([BLOCK_R, D], tl.float32)
+        m = tl.full([BLOCK_R], -float("inf"), tl.float32)
+        denom = tl.zeros([BLOCK_R], tl.float32)
+        for tile in range(begin, end, TILE_N):
+            token = tile + n
+            is_token = token < end
+            page = tl.load(pages + token // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
+            row_bytes = page * page_bytes + (token % PAGE_SIZE) * token_bytes
+            latent = load_rows(latents, row_bytes, is_token, D)
+            rope = load_rows(ropes, row_bytes, is_token, R)
+            if DECODE_FNUZ:
+                latent, rope = decode_fnuz(latent), decode_fnuz(rope)
+            if HAS_GROUP_SCALES:
+                scales = load_rows(group_scales, row_bytes, is_token, D // GROUP)
+                latent = rescale_groups(latent, scales, TILE_N, D)
+
+            scores = tl.zeros([BLOCK_R, TILE_N], tl.float32)
+            scores = dot(query, tl.trans(latent), scores, SCORE_DTYPE)
+            scores = dot(query_pe, tl.trans(rope), scores, SCORE_DTYPE)
+            seen = (token[None, :] < limit[:, None]) & is_token[None, :]
+            scores = tl.where(seen, scores * score_scale, -float("inf"))
+
+            m_new = tl.maximum(m, tl.max(scores, 1))
+            # A row may have seen nothing yet: keep -inf - (-inf) out of exp.
+            base = tl.where(m_new == -float("inf"), 0.0, m_new)
+            alpha = tl.exp2(m - base)
+            p = tl.exp2(scores - base[:, None])
+            denom = denom * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None]
+            if CAUSAL and SEQLEN_Q > 1:
+                if tile + TILE_N > seqlen - SEQLEN_Q + 1:
+                    # Some rows must not see some keys, whatever those hold (0 * NaN is NaN): one
+                    # product a query, over its own keys.
+                    for s in range(SEQLEN_Q):
+                        own = token < seqlen - SEQLEN_Q + 1 + s
+                        value = tl.where(own[:, None], latent.to(VALUE_DTYPE), 0.0)
+                        added = dot(p, value, acc, VALUE_DTYPE)
+                        acc = tl.where((row // NUM_HEADS == s)[:, None], added, acc)
+                else:
+                    acc = dot(p, latent, acc, VALUE_DTYPE)
+            else:
+                acc = dot(p, latent, acc, VALUE_DTYPE)
+            m = m_new
+
+        # A row that saw nothing has m == -inf: values 0 and a log mass of -inf.
+        denom = tl.where(denom == 0.0, 1.0, denom)
+        values = acc * (value_scale / denom)[:, None]
+        log_mass = (m + tl.log2(denom)) * LN2
+        if slot < 0:
+            out_base = out + row_offset(request, row, out_b, out_s, out_h, NUM_HEADS)
+            tl.store(
+                out_base[:, None] + d[None, :], values.to(out.dtype.element_ty), is_row[:, None]
+            )
+            lse_base = lse + row_offset(request, row, lse_b, lse_s, lse_h, NUM_HEADS)
+            tl.store(lse_base, log_mass * lse_scale, is_row)
+        else:
+            partial = slot.to(tl.int64) * ROWS + row
+            tl.store(out_partial + partial[:, None] * D + d[None, :], values, is_row[:, None])
+            tl.store(lse_partial + partial, log_mass, is_row)
+
+
+def cache_parts(
+    kv_cache: torch.Tensor, spec: MLASpec, as_bytes: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of a cache's latents, rope values and group scales (only fp8_ds_mla has those)."""
+    latent_width = spec.kv_lora_rank
+    if spec.kv_format is KVFormat.FP8_DS_MLA:
+        scales_end = latent_width + 4 * (latent_width // DS_MLA_GROUP)
+        latent = kv_cache[..., :latent_width].view(torch.float8_e4m3fn)
+        scales = kv_cache[..., latent_width:scales_end].view(torch.float32)
+        return latent, kv_cache[..., scales_end:].view(torch.bfloat16), scales
+    kv_cache = kv_cache.view(torch.uint8 if as_bytes else spec.kv_format.storage_dtype)
+    return kv_cache[..., :latent_width], kv_cache[..., latent_width:], kv_cache
+
+
+def compile_options(spec: MLASpec, target: str, interpreted: bool) -> dict:
+    """The constants of the attention kernel: everything that the compiled code depends on."""
+    # A bf16 product holds the query exactly; fp8 values are exact in fp16 too, and there the
+    # probabilities keep 11 bits instead of 8. Triton's interpreter miscomputes bf16 products.
+    fp8_values = spec.kv_format.has_scale
+    score, value = tl.bfloat16, tl.float16 if fp8_values else tl.bfloat16
+    if interpreted:
+        score = value = tl.float32
+    rows = block_rows(spec)
+    return {
+        "NUM_HEADS": spec.num_heads,
+        "SEQLEN_Q": spec.seqlen_q,
+        "D": spec.kv_lora_rank,
+        "R": spec.qk_rope_head_dim,
+        "PAGE_SIZE": spec.page_size,
+        "BLOCK_R": rows,
+        "HAS_SCALE": fp8_values,
+        "HAS_GROUP_SCALES": spec.kv_format is KVFormat.FP8_DS_MLA,
+        "DECODE_FNUZ": spec.kv_format is KVFormat.FP8_E4M3FNUZ and target != "gfx942",
+        "SCORE_DTYPE": score,
+        "VALUE_DTYPE": value,
+        "num_warps": 4 if rows == 16 else 8,
+        "num_stages": 1 if target == "gfx942" else 2,
+    }
+
+
+def attention(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_scale: float,
+) -> None:
+    """Run the plan's items: final rows of `out` and `lse`, or partial slots of split requests."""
+    spec = plan.spec
+    options = compile_options(spec, arch_of(out.device).target, out.device.type == "cpu")
+    options["HAS_SCALE"] &= k_scale is not None
+    latents, ropes, group_scales = cache_parts(kv_cache, spec, as_bytes=options["DECODE_FNUZ"])
+    item = kv_cache.element_size()
+    aligned = all(
+        address % 16 == 0
+        for address in (
+            kv_cache.stride(0) * item, kv_cache.stride(1) * item,
+            latents.data_ptr(), ropes.data_ptr(),
+        )
+    )  # fmt: skip
+    mla_attention_kernel[plan.cost.num_programs, num_row_tiles(spec)](
+        q_nope, *q_nope.stride()[:3],
+        q_pe, *q_pe.stride()[:3],
+        latents, ropes, group_scales, kv_cache.stride(0) * item, kv_cache.stride(1) * item,
+        k_scale,
+        page_table, page_table.stride(0),
+        plan.work, plan.work_indptr,
+        out, *out.stride()[:3],
+        lse, *lse.stride(),
+        plan.out_partial, plan.lse_partial,
+        softmax_scale / math.log(2.0), lse_scale,
+        TILE_N=plan.cost.tile_n, CAUSAL=causal, ALIGNED=aligned, **options,
+    )  # fmt: skip

@@ -1,0 +1,112 @@
+"""torch.library ops: what graphs capture. Each writes the buffers it is given and returns nothing.
+
+A plan crosses the boundary as its tensors and one string of its static facts.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from streamla.plan import CostModel, DecodePlan
+from streamla.select import IMPLS
+from streamla.spec import MLASpec
+
+_PLAN = (
+    "Tensor{0} work, Tensor{1} work_indptr, Tensor{2} split_indptr, Tensor{3} status, "
+    "Tensor{4} counters, Tensor{5} out_partial, Tensor{6} lse_partial, str facts"
+)
+_INPUTS = "Tensor q_nope, Tensor q_pe, Tensor kv_cache, Tensor? k_scale, Tensor page_table"
+_OUTPUTS = "Tensor(x!) out, Tensor(y!) lse"
+_OPTIONS = "float softmax_scale, bool causal, float lse_scale"
+
+
+def _written(*names: str) -> str:
+    """The plan's part of a schema, with the buffers an op writes marked."""
+    fields = ("work", "work_indptr", "split_indptr", "status", "counters", "out", "lse")
+    return _PLAN.format(*(f"({f[0]}{i}!)" if f in names else "" for i, f in enumerate(fields)))
+
+
+_filled = _written("work", "work_indptr", "split_indptr", "status", "counters")
+_worked = _written("counters", "out", "lse")
+
+library = torch.library.Library("streamla", "DEF")
+library.define(f"plan(Tensor cache_seqlens, {_filled}) -> ()")
+library.define(f"attention({_INPUTS}, {_worked}, {_OUTPUTS}, {_OPTIONS}) -> ()")
+library.define(f"merge({_written()}, {_OUTPUTS}, float lse_scale) -> ()")
+library.define(f"decode({_INPUTS}, {_worked}, {_OUTPUTS}, {_OPTIONS}) -> ()")
+
+
+def plan_arguments(plan: DecodePlan) -> tuple:
+    """A plan as the ops take it."""
+    return (
+        plan.work, plan.work_indptr, plan.split_indptr, plan.status, plan.counters,
+        plan.out_partial, plan.lse_partial, facts_of(plan),
+    )  # fmt: skip
+
+
+def facts_of(plan: DecodePlan) -> str:
+    spec, cost = plan.spec, plan.cost
+    limit = -1 if plan.max_seqlen is None else plan.max_seqlen
+    return (
+        f"{plan.impl} {spec.kv_format.value} {spec.num_heads} {spec.page_size} {spec.seqlen_q} "
+        f"{spec.kv_lora_rank} {spec.qk_rope_head_dim} {cost.tile_n} {cost.num_programs} "
+        f"{cost.overhead_tiles} {cost.min_split_tiles} {cost.max_splits} {limit} "
+        f"{int(plan.batch_invariant)}"
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_facts(facts: str) -> tuple:
+    impl, kv_format, *rest = facts.split()
+    numbers = [int(n) for n in rest]
+    heads, page_size, seqlen_q, latent, rope = numbers[:5]
+    spec = MLASpec(heads, kv_format, page_size, seqlen_q, latent, rope)
+    cost, (limit, invariant) = CostModel(*numbers[5:10]), numbers[10:]
+    module = next(i for i in IMPLS if i.name == impl).load()
+    return module, spec, impl, cost, None if limit < 0 else limit, bool(invariant)
+
+
+def _rebuild(*arguments):
+    *tensors, facts = arguments
+    module, spec, impl, cost, limit, invariant = _read_facts(facts)
+    batch = tensors[2].shape[0] - 1
+    return module, DecodePlan(spec, impl, cost, batch, limit, invariant, *tensors)
+
+
+def _plan(cache_seqlens, *plan_args):
+    module, plan = _rebuild(*plan_args)
+    module.plan(cache_seqlens, plan)
+
+
+def _run(stage):
+    def run(q_nope, q_pe, kv_cache, k_scale, page_table, *rest):
+        plan_args, (out, lse, softmax_scale, causal, lse_scale) = rest[:8], rest[8:]
+        module, plan = _rebuild(*plan_args)
+        getattr(module, stage)(
+            q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse,
+            softmax_scale, causal, lse_scale,
+        )  # fmt: skip
+
+    return run
+
+
+def _merge(*arguments):
+    *plan_args, out, lse, lse_scale = arguments
+    module, plan = _rebuild(*plan_args)
+    module.merge(plan, out, lse, lse_scale)
+
+
+def _nothing(*arguments):
+    """The fake of an op that only writes: no new tensor, so no shape to tell."""
+
+
+for _name, _op in (
+    ("plan", _plan),
+    ("attention", _run("attention")),
+    ("merge", _merge),
+    ("decode", _run("decode")),
+):
+    library.impl(_name, _op, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"streamla::{_name}", _nothing, lib=library)

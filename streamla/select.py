@@ -1,0 +1,80 @@
+"""One table of implementations. A refusal is a sentence; nothing falls back silently."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+from streamla.arch import Arch
+from streamla.spec import MLASpec
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Impl:
+    """An implementation of plan, attention, merge and decode.
+
+    Attributes:
+        name: what `impl=` takes.
+        module: imported at first use; see `kernels/portable` for the functions it has.
+        why_not: None if it serves this spec on this GPU, else the reason as a sentence.
+    """
+
+    name: str
+    module: str
+    why_not: Callable[[MLASpec, Arch], str | None]
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+
+def _why_not_sm90(spec: MLASpec, arch: Arch) -> str | None:
+    if arch.target != "sm_90a":
+        return f"needs sm_90a (Hopper), this is {arch.target}"
+    return importlib.import_module("streamla.kernels.sm90").why_not(spec)
+
+
+def _why_not_reference(spec: MLASpec, arch: Arch) -> str | None:
+    return None if arch.target == "cpu" else f"runs on the CPU only, this is {arch.target}"
+
+
+def _why_not_portable(spec: MLASpec, arch: Arch) -> str | None:
+    if arch.target == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "needs a GPU, or TRITON_INTERPRET=1 to run interpreted"
+    return None
+
+
+IMPLS = (  # the first that serves is chosen
+    Impl("sm90", "streamla.kernels.sm90", _why_not_sm90),
+    Impl("reference", "streamla.reference", _why_not_reference),
+    Impl("portable", "streamla.kernels.portable", _why_not_portable),
+)
+
+
+def refusals(spec: MLASpec, arch: Arch) -> dict[str, str | None]:
+    """Every implementation's answer for this spec and GPU: None if it serves, else why not."""
+    return {impl.name: impl.why_not(spec, arch) for impl in IMPLS}
+
+
+def select(spec: MLASpec, arch: Arch, impl: str = AUTO) -> Impl:
+    """The implementation called `impl`, or the first that serves.
+
+    Raises:
+        ValueError: no such implementation, or it does not serve; the message says why.
+    """
+    names = [i.name for i in IMPLS]
+    if impl != AUTO and impl not in names:
+        raise ValueError(f"impl: need one of {', '.join([AUTO, *names])}; got {impl!r}")
+    reasons = {}
+    for candidate in IMPLS:
+        if impl in (AUTO, candidate.name):
+            reason = candidate.why_not(spec, arch)
+            if reason is None:
+                return candidate
+            reasons[candidate.name] = reason
+    told = "; ".join(f"{name} {reason}" for name, reason in reasons.items())
+    raise ValueError(f"impl: {impl!r} does not serve {spec} on {arch.name}: {told}")
