@@ -1,0 +1,180 @@
+"""The report for people: tables on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from streamla.doctor.analyze import Report
+from streamla.doctor.diff import Diff
+from streamla.doctor.findings import Finding
+from streamla.doctor.names import KernelName, padding
+from streamla.doctor.predict import Prediction
+from streamla.doctor.stats import RULE, Spread
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
+def us(ns: float | None) -> str:
+    return "" if ns is None else f"{ns / 1e3:.1f}"
+
+
+def spread(value: Spread | None) -> str:
+    if value is None:
+        return ""
+    return f"{value.median / 1e3:.1f} ({value.low / 1e3:.1f}-{value.high / 1e3:.1f})"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", expand=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    return table
+
+
+def _findings(found: list[Finding]) -> list[Text]:
+    out = []
+    for f in found:
+        mark = Text(
+            f"{percent(f.waste) or '-':>5}  ", style="bold red" if (f.waste or 0) >= 0.5 else "bold"
+        )
+        out.append(mark + Text(f.sentence, style="bold"))
+        out.append(Text(f"       {f.evidence}", style="dim"))
+        out.append(Text(f"       {f.arithmetic}", style="dim"))
+    return out or [Text("  Nothing to report.")]
+
+
+def _kernels(report: Report) -> Table:
+    table = _table(
+        "Attention",
+        "kernel",
+        "family",
+        "q x cache",
+        "tile",
+        "grid",
+        "launches",
+        "us",
+        "merge us",
+        "workload",
+    )
+    for g in report.groups[:12]:
+        k = g.kernel
+        tile = "?" if not k.tile_rows else f"{k.tile_rows} rows"
+        table.add_row(
+            k.short, k.family or "?", f"{k.q_dtype or '?'} x {k.kv_dtype or '?'}", tile,
+            "?" if g.grid is None else "x".join(map(str, g.grid)), str(g.launches), us(g.attention_ns),
+            us(g.merge_ns) if g.merge else "", str(g.workload),
+        )  # fmt: skip
+    return table
+
+
+def _busiest(report: Report) -> Table:
+    table = _table("Most time", "kernel", "role", "share")
+    total = sum(t for _, _, t in report.busiest) or 1
+    for name, role, time in report.busiest[:8]:
+        table.add_row(name, role, percent(time / total))
+    return table
+
+
+def _layers(report: Report) -> Table | None:
+    times = report.times
+    if times is None or not times.layers:
+        return None
+    table = _table(
+        "Layers: us, median (10th-90th percentile)", "layer", "window", "epilogue", "attention"
+    )
+    for x in times.layers[:8]:
+        table.add_row(str(x.layer), spread(x.window), spread(x.epilogue), spread(x.attention))
+    if len(times.layers) > 8:
+        table.add_row("...", "", "", f"{len(times.layers)} layers")
+    table.caption = f"window: from the end of /{times.from_pattern}/ to attention. Rule: {RULE}."
+    return table
+
+
+def report(console: Console, r: Report) -> None:
+    """Print a report."""
+    gpu = "GPU unknown" if r.gpu is None else f"{r.gpu.name}, {r.gpu.units} {r.gpu.unit_word}"
+    console.print(f"[bold]{r.trace.source}[/]  {r.trace.format}, {gpu}")
+    if r.timeline and r.timeline.steps:
+        token = f", token {us(r.times.token.median)} us" if r.times and r.times.token else ""
+        console.print(
+            f"{len(r.timeline.steps)} steps ({len(r.timeline.whole_steps)} whole) of "
+            f"{r.timeline.layers_per_step} layers{token}"
+        )
+    for note in r.notes:
+        console.print(Text(f"note: {note}", style="yellow"))
+    console.print()
+    console.print(Group(*_findings(r.findings)))
+    console.print()
+    if r.groups:
+        console.print(_kernels(r))
+    if (layers := _layers(r)) is not None:
+        console.print(layers)
+    if len(r.trace):
+        console.print(_busiest(r))
+
+
+def explain(console: Console, k: KernelName, heads: int | None, q_len: int) -> None:
+    """Print what a name says."""
+
+    def word(value: object) -> str:
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        return "the name does not say" if value is None else str(value)
+
+    table = _table(k.text[:100], "", "")
+    table.show_header = False
+    for label, value in (
+        ("family", k.family), ("role", k.role), ("query", k.q_dtype), ("cache", k.kv_dtype),
+        ("heads of a tile", k.tile_heads), ("query rows of a tile", k.tile_q_rows),
+        ("rows of a tile", k.tile_rows), ("splits a request", k.split), ("merged by", k.merge),
+        ("persistent", k.persistent), ("absorbed MLA", k.mla),
+    ):  # fmt: skip
+        table.add_row(label, word(value))
+    if heads is not None:
+        table.add_row("padding", percent(padding(k, heads, q_len)) or "the tile is unknown")
+    console.print(table)
+    for line in k.says:
+        console.print(f"  {line}")
+    for piece in k.unknown:
+        console.print(Text(f"  not understood: {piece}", style="yellow"))
+    if k.flattened:
+        console.print("  heads and query rows share the rows of the tile")
+    if k.note:
+        console.print(f"  {k.note}")
+
+
+def prediction(console: Console, p: Prediction) -> None:
+    """Print a prediction."""
+    console.print(
+        f"[bold]{p.engine}[/] ({p.backend}) on {p.gpu}: [bold]{p.kernel}[/]", soft_wrap=True
+    )
+    for sentence in p.sentences:
+        console.print(f"  {sentence}")
+    console.print(
+        f"  {p.bytes / 1e6:.1f} MB of cache a layer: {p.floor_us:.1f} us at the read rate of the GPU."
+    )
+    console.print(Text(f"  {p.rule['why']}", style="dim"))
+    console.print(Text(f"  source: {p.rule['source']} ({p.rule['date']})", style="dim"))
+    for note in p.notes:
+        console.print(Text(f"  note: {note}", style="yellow"))
+
+
+def diff(console: Console, d: Diff) -> None:
+    """Print two traces side by side."""
+    console.print(f"A {d.a.trace.source}\nB {d.b.trace.source}")
+    for note in d.notes:
+        console.print(Text(f"note: {note}", style="yellow"))
+    if d.lines:
+        table = _table("us, median (10th-90th percentile)", "", "A", "B", "A / B")
+        for x in d.lines:
+            table.add_row(x.what, spread(x.a), spread(x.b), f"{x.ratio:.2f}" if x.ratio else "")
+        table.caption = f"Rule: {RULE}."
+        console.print(table)
+    if d.attention_ratio:
+        console.print(f"Attention: A / B = {d.attention_ratio:.2f} (median over the layers)")
+    if d.findings:
+        console.print(Group(*_findings(d.findings)))
