@@ -152,7 +152,7 @@ def test_a_right_candidate_is_timed(fmt):
     assert record.budget_used < 1
     assert record.checked == [1, 3, 4]
     assert record.us_p25 <= record.us <= record.us_p75
-    assert record.x_floor == pytest.approx(record.us / record.floor_us)
+    assert record.floor_us is None  # there is none on a CPU
     assert record.gbps == pytest.approx(w.bytes / record.us / 1e3)
     assert record.cache_seqlens == [70, 3, 0, 130, 40]
 

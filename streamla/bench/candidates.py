@@ -8,8 +8,10 @@ from typing import Protocol
 
 import torch
 
+from streamla import api
 from streamla.arch import arch_of
 from streamla.bench.inputs import Inputs
+from streamla.select import select
 from streamla.spec import MLASpec
 from streamla.version import __version__
 
@@ -63,8 +65,6 @@ class Streamla:
         self.name = impl
 
     def refuse(self, spec: MLASpec, device: torch.device) -> str | None:
-        from streamla.select import select
-
         try:
             select(spec, arch_of(device), self.name)
         except ValueError as error:
@@ -72,8 +72,6 @@ class Streamla:
         return None
 
     def prepare(self, inputs: Inputs) -> Prepared:
-        from streamla import api
-
         spec = inputs.workload.spec
         plan = api.plan(inputs.cache_seqlens, spec, impl=self.name)
         out = torch.empty((*inputs.q.shape[:3], spec.kv_lora_rank), dtype=torch.bfloat16,
@@ -104,8 +102,6 @@ class Streamla:
 
 def candidates(impls: list[str], spec: MLASpec, device: torch.device) -> list[Candidate]:
     """Our implementations by name; "auto" is what would run for `spec` on `device`."""
-    from streamla.select import select
-
     arch = arch_of(device)
     names = [select(spec, arch, impl).name if impl == "auto" else impl for impl in impls]
     return [Streamla(name) for name in dict.fromkeys(names)]

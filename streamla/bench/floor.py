@@ -58,8 +58,3 @@ def check(device: torch.device, units: int) -> None:
     seen, wanted = (reduce(int.__xor__, t.tolist()) for t in (folded, words))
     if seen != wanted:
         raise RuntimeError(f"floor: the read kernel folded {seen:#x}; the buffer holds {wanted:#x}")
-
-
-def read_cpu(words: torch.Tensor) -> None:
-    """The CPU's stand-in: a sum reads the same bytes."""
-    words.sum(dtype=torch.int32)

@@ -66,7 +66,8 @@ def bench_table(records: Sequence[Record], measured_on: str) -> Table:
         table.add_column(SPEC_COLUMNS[name], justify="right", no_wrap=True)
     if several:
         table.add_column("impl", no_wrap=True)
-    for name in ("MB", "us", "spread", "GB/s", "of floor", "x floor", "error", "busy"):
+    floor = ["of floor", "x floor"] if any(r.floor_us for r in records) else []
+    for name in ("MB", "us", "spread", "GB/s", *floor, "error", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
     previous = None
     for r in records:
@@ -76,23 +77,23 @@ def bench_table(records: Sequence[Record], measured_on: str) -> Table:
         repeated = several and previous == shape
         previous = shape
         first = [""] * len(shape) if repeated else shape
-        table.add_row(*first, *([r.impl] if several else []), *_measured(r))
+        table.add_row(*first, *([r.impl] if several else []), *_measured(r, bool(floor)))
     return table
 
 
-def _measured(r: Record) -> list[str]:
+def _measured(r: Record, floor: bool) -> list[str]:
     error = "" if r.error is None else f"{r.error:.1e}"
     busy = "" if r.programs_busy is None else f"{r.programs_busy}/{r.programs}"
     megabytes = three_digits(r.bytes / 1e6)
     if r.us is None or r.us_p25 is None or r.us_p75 is None or r.gbps is None:
-        return [megabytes, "-", "", "", "", "", error, busy]
+        return [megabytes, "-", "", "", *(["", ""] if floor else []), error, busy]
+    shares = [f"{1 / r.x_floor:.1%}", f"{r.x_floor:.2f}"] if r.x_floor else []
     return [
         megabytes,
         three_digits(r.us),
         f"{(r.us_p75 - r.us_p25) / r.us:.1%}",
         three_digits(r.gbps),
-        f"{1 / r.x_floor:.1%}" if r.x_floor else "",
-        f"{r.x_floor:.2f}" if r.x_floor else "",
+        *shares,
         error,
         busy,
     ]

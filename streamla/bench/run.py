@@ -95,8 +95,8 @@ def _measure(
         name: [_bind(prepared.call, region) for region in range(inputs.regions)]
         for name, prepared in ready.items()
     }
-    calls[FLOOR] = _floor_calls(inputs, arch, device)
     if device.type == "cuda":
+        calls[FLOOR] = _floor_calls(inputs, arch, device)
         times = timing.time_graphs(calls)
         eager = {name: timing.time_eager(calls[name]).us for name in ready}
         plans = _plan_times({n: p.plan for n, p in ready.items() if p.plan is not None})
@@ -106,7 +106,7 @@ def _measure(
         plans = {n: t.us for n, t in timing.time_cpu(steps).items()}
     for i, record in enumerate(records):
         if record.impl in ready:
-            timed = _timed(record, times[record.impl], times[FLOOR], eager, plans)
+            timed = _timed(record, times[record.impl], times.get(FLOOR), eager, plans)
             # The graphs have left the result of the last region behind: it must still be right.
             checked = oracle.check(ready[record.impl].out, record.exact)
             records[i], _ = _judged(timed, checked, " after replay")
@@ -166,8 +166,6 @@ def _judged(record: Record, checked: Checked, when: str) -> tuple[Record, bool]:
 
 
 def _floor_calls(inputs: Inputs, arch: Arch, device: torch.device) -> list[Callable[[], None]]:
-    if device.type != "cuda":
-        return [lambda words=words: floor.read_cpu(words) for words in inputs.region_words]
     folded = floor.folded_buffer(arch.units, device)
     calls = [lambda words=words: floor.read(words, folded) for words in inputs.region_words]
     calls[0]()  # compiles
@@ -197,7 +195,7 @@ def roof(workload: Workload, arch: Arch) -> str | None:
 def _timed(
     record: Record,
     times: timing.Times,
-    floor_times: timing.Times,
+    floor_times: timing.Times | None,
     eager: dict[str, float],
     plans: dict[str, float],
 ) -> Record:
@@ -209,7 +207,7 @@ def _timed(
         repeats=times.repeats,
         us_eager=eager.get(record.impl),
         plan_us=plans.get(record.impl),
-        floor_us=floor_times.us,
-        x_floor=times.us / floor_times.us if floor_times.us else None,
-        gbps=record.bytes / times.us / 1e3 if times.us else None,
+        floor_us=floor_times.us if floor_times else None,
+        x_floor=times.us / floor_times.us if floor_times else None,
+        gbps=record.bytes / times.us / 1e3,
     )

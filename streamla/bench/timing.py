@@ -17,6 +17,7 @@ Calls = Mapping[str, Sequence[Callable[[], None]]]  # candidate -> one call a re
 
 MIN_REPEATS, MAX_REPEATS = 11, 101
 SECONDS_A_SHAPE = 0.05  # of GPU time, for all candidates of a shape together
+CPU_SECONDS_A_SHAPE = 0.5
 EAGER_CALLS = 16
 DRIFT = 0.05  # relative change of the SM clock that is worth a warning
 
@@ -97,10 +98,13 @@ def time_eager(calls: Sequence[Callable[[], None]], repeats: int = 5) -> Times:
     return summary(samples)
 
 
-def time_cpu(calls: Calls, repeats: int = 3) -> dict[str, Times]:
-    """Wall-clock times without a GPU, interleaved as on one."""
+def time_cpu(calls: Calls, repeats: int = 5) -> dict[str, Times]:
+    """Wall-clock times without a GPU, interleaved as on one; slow calls are repeated less."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
+    start = time.perf_counter()
+    for done in range(repeats):
+        if done and time.perf_counter() - start > CPU_SECONDS_A_SHAPE:
+            break
         for name, sequence in calls.items():
             begin = time.perf_counter()
             for call in sequence:

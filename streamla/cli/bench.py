@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
 
-CPU_SCALE = 64  # contexts are divided by this without a GPU
-CPU_MAX_TOKENS = 1 << 16
+CPU_SCALE = 256  # contexts are divided by this without a GPU
+CPU_MAX_TOKENS = 1 << 14
 
 
 @app.callback(invoke_without_command=True)
@@ -223,7 +223,7 @@ def _print_conditions(results: Results) -> None:
         console.out.print(line, style="dim", highlight=False)
     else:
         console.out.print(
-            "us is the median wall-clock time of one decode call; the floor is a torch.sum over the same bytes.",
+            "us is the median wall-clock time of one decode call.",
             style="dim", highlight=False,
         )  # fmt: skip
     if results.gpu_state:

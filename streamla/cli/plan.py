@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """One planned shape. `tiles_*` are tiles of busy programs; `floor_us` the bytes at the GPU's read rate."""
+    """One planned shape.
+
+    Attributes:
+        share_*: units (tiles, and what starting a request costs) that the planner gives a program;
+            None for a batch-invariant plan, which gives equal numbers of pieces instead.
+        tiles_*: tiles of a busy program. balance: their mean over their largest.
+        splits: of each split request. merged_slots: partials that the merge reads.
+        floor_us: the bytes at the GPU's read rate, None if that is not known.
+    """
 
     shape: str
     requests: int
@@ -28,6 +36,8 @@ class PlanFacts:
     programs: int
     programs_busy: int
     tile_n: int
+    share_min: int | None
+    share_max: int | None
     tiles_min: int
     tiles_max: int
     balance: float
@@ -111,7 +121,7 @@ def _cost_model(spec, arch: Arch, impl: str) -> tuple[str, CostModel]:
     from streamla.select import select
 
     chosen = select(spec, arch, impl)
-    return chosen.name, chosen.module.cost_model(spec, arch)
+    return chosen.name, chosen.load().cost_model(spec, arch)
 
 
 def _on_cpu(plan: DecodePlan) -> DecodePlan:
@@ -130,6 +140,7 @@ def _facts(plan: DecodePlan, workload: Workload, arch: Arch) -> PlanFacts:
     bounds = plan.work_indptr.tolist()
     tiles = [-(-(end - begin) // tile_n) for _, begin, end, *_ in plan.work[: bounds[-1]].tolist()]
     shares = [sum(tiles[a:b]) for a, b in pairwise(bounds) if b > a]
+    share = _share(plan.cost, workload.lengths) if not plan.batch_invariant else (None, None)
     splits = [n for n in plan.split_indptr.diff().tolist() if n]
     even = len(set(workload.lengths)) <= 1
     longest = tokens_text(workload.context)
@@ -143,6 +154,8 @@ def _facts(plan: DecodePlan, workload: Workload, arch: Arch) -> PlanFacts:
         programs=plan.cost.num_programs,
         programs_busy=len(shares),
         tile_n=tile_n,
+        share_min=share[0],
+        share_max=share[1],
         tiles_min=min(shares, default=0),
         tiles_max=max(shares, default=0),
         balance=sum(shares) / (len(shares) * max(shares)) if any(shares) else 1.0,
@@ -155,36 +168,39 @@ def _facts(plan: DecodePlan, workload: Workload, arch: Arch) -> PlanFacts:
     )
 
 
+def _share(cost: CostModel, lengths: tuple[int, ...]) -> tuple[int, int]:
+    from streamla.plan import active_programs
+
+    units = sum(max(1, -(-n // cost.tile_n)) + cost.overhead_tiles for n in lengths)
+    programs = active_programs(units, cost)
+    return units // programs, -(-units // programs)
+
+
 def _print(facts: list[PlanFacts], title: str, cost: CostModel, arch: Arch) -> None:
-    from streamla.bench.report import plain_table
+    from streamla.bench.report import plain_table, three_digits
 
     table = plain_table(title)
-    table.add_column("tokens x requests", no_wrap=True)
-    for name in (
-        "tokens",
-        "items",
-        "busy",
-        "tiles each",
-        "balance",
-        "split",
-        "splits",
-        "MB",
-        "floor us",
-        "roof",
-    ):
+    table.add_column("lengths", no_wrap=True)
+    columns = ("items", "busy", "share", "tiles", "balance", "split", "splits", "MB", "floor us")
+    for name in (*columns, "roof"):
         table.add_column(name, justify="right", no_wrap=True)
     for f in facts:
-        low, high = min(f.splits, default=1), max(f.splits, default=1)
         table.add_row(
-            f.shape, str(f.tokens), str(f.items), f"{f.programs_busy}/{f.programs}",
-            f"{f.tiles_min}-{f.tiles_max}", f"{f.balance:.1%}", f"{f.requests_split}/{f.requests}",
-            str(high) if low == high else f"{low}-{high}", f"{f.bytes / 1e6:.1f}",
-            "-" if f.floor_us is None else f"{f.floor_us:.1f}", f.roof or "-",
+            f.shape, str(f.items), f"{f.programs_busy}/{f.programs}",
+            "-" if f.share_min is None else _range(f.share_min, f.share_max),
+            _range(f.tiles_min, f.tiles_max), f"{f.balance:.1%}", str(f.requests_split),
+            _range(min(f.splits, default=1), max(f.splits, default=1)), three_digits(f.bytes / 1e6),
+            "-" if f.floor_us is None else three_digits(f.floor_us), f.roof or "-",
         )  # fmt: skip
-    console.out.print(table)
+    console.out.print(table, highlight=False)
     console.out.print(
-        f"A tile is {cost.tile_n} tokens; starting an item costs {cost.overhead_tiles}. Balance: mean over "
-        f"largest share of the busy programs. Split: requests that more than one program reads, each into "
-        f"this many splits. Floor: the bytes at {arch.read_bytes_per_s / 1e12:.2f} TB/s ({arch.source}).",
+        f"A tile is {cost.tile_n} tokens; starting a request costs {cost.overhead_tiles} more. share: what the "
+        f"planner gives a program; tiles: what of it is tiles; balance: their mean over their largest. split: "
+        f"requests that several programs read, in so many splits each. floor: the bytes at "
+        f"{arch.read_bytes_per_s / 1e12:.2f} TB/s ({arch.source}).",
         style="dim", highlight=False,
     )  # fmt: skip
+
+
+def _range(low: int | None, high: int | None) -> str:
+    return str(low) if low == high else f"{low}-{high}"
