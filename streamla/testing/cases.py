@@ -10,9 +10,9 @@ and canaries around everything written.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from streamla.spec import KVFormat, MLASpec
+from streamla.spec import DS_MLA_GROUP, KVFormat, MLASpec
 
 HEAD_COUNTS = (1, 3, 4, 5, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128)
 FORMATS = tuple(fmt.value for fmt in KVFormat)
@@ -38,6 +38,7 @@ class Case:
         pool_pages: pages in the pool; None for just more than needed.
         distinct_pages: the requests share this many pages, in random order; None for pages of their own.
         poisons: what the bytes that no request owns hold, one run each.
+        keep_width: `narrow` changes nothing.
         gpu: needs a GPU.
     """
 
@@ -65,7 +66,15 @@ class Case:
     pool_pages: int | None = None
     distinct_pages: int | None = None
     poisons: tuple[str, ...] = ("nan", "huge")
+    keep_width: bool = False
     gpu: bool = False
+
+    def narrow(self) -> Case:
+        """The same case at small widths, for Triton's interpreter: it takes 1 ms an operation."""
+        if self.keep_width:
+            return self
+        latent = DS_MLA_GROUP if self.spec.kv_format is KVFormat.FP8_DS_MLA else 64
+        return replace(self, kv_lora_rank=latent, qk_rope_head_dim=16)
 
     @property
     def spec(self) -> MLASpec:
@@ -223,7 +232,7 @@ def _splits() -> Iterator[Case]:
     yield Case(
         "many-rows",
         "a ramp of rows with one query each: the error bound is a row's, not the mean's",
-        tuple(range(1, 65)),
+        tuple(range(1, 129, 4)),
         num_heads=8,
     )
     yield Case(
@@ -303,7 +312,7 @@ def _queries() -> Iterator[Case]:
     yield Case(
         "more-query-rows-than-requests",
         "batch * seqlen_q rows and a table of batch rows",
-        tuple(1 + (7 * b) % 40 for b in range(48)),
+        tuple(1 + (7 * b) % 40 for b in range(20)),
         seqlen_q=3,
         num_heads=8,
     )
@@ -313,7 +322,7 @@ def _formats() -> Iterator[Case]:
     for fmt in FORMATS:
         yield Case(
             f"format-{fmt}", "every format, rows in pages in random order", (200, 1, 77),
-            kv_format=fmt,
+            kv_format=fmt, keep_width=True,
         )  # fmt: skip
         yield Case(
             f"one-key-{fmt}",
@@ -392,7 +401,7 @@ def _scores() -> Iterator[Case]:
         data="nan-row",
     )
     yield Case(
-        "nan-row-ds-mla", "a NaN scale in a valid row shows, in its own request alone", (130, 65, 3),
+        "nan-row-ds-mla", "NaN shows whatever the group's scale is, in its own request alone", (130, 65, 3),
         data="nan-row", kv_format="fp8_ds_mla",
     )  # fmt: skip
 

@@ -1,0 +1,113 @@
+"""Run an implementation through every case by the public calls: what `streamla verify` does.
+
+A case passes if the result is within its error budget of the oracle and nothing that may not matter
+matters: poison, wild page ids, where the pages lie, what the workspaces and the outputs held, whether
+the outputs were given, how often it is run. Those comparisons are to the last bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from streamla.arch import arch_of
+from streamla.select import select
+from streamla.testing.budget import Deviation
+from streamla.testing.cases import CASES, Case
+from streamla.testing.checks import check_case
+from streamla.testing.interpreter import is_interpreted, repair
+from streamla.testing.invariants import INVARIANTS
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one case or check.
+
+    Attributes:
+        name, reason: the case's.
+        status: "passed", "failed" or "skipped".
+        error, budget: of the output that came nearest to its budget.
+        detail: what failed, or why it was skipped.
+        seconds: how long it took.
+    """
+
+    name: str
+    reason: str
+    status: str
+    error: float = 0.0
+    budget: float = 0.0
+    detail: str = ""
+    seconds: float = 0.0
+
+
+Progress = Callable[[int, int, Result], None]
+
+
+def verify(
+    impl: str = "auto",
+    device: torch.device | str | None = None,
+    cases: Iterable[Case] = CASES,
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> list[Result]:
+    """Run `cases` and then the checks of `invariants.py`.
+
+    Args:
+        impl: an implementation's name; with "auto" each case runs what would be chosen for it.
+        device: where to run; the GPU if there is one.
+        progress: called after each with (number done, number in all, result).
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    # Triton's interpreter needs its float conversions put right, and small widths.
+    if impl == "portable" and is_interpreted(device):
+        repair()
+        cases = [case.narrow() for case in cases]
+        invariants = [replace(i, case=i.case.narrow()) for i in INVARIANTS]
+    else:
+        invariants = list(INVARIANTS)
+    jobs: list[tuple[str, str, Case, Callable[[], Deviation]]] = [
+        (case.name, case.reason, case, lambda case=case: check_case(case, impl, device, seed))
+        for case in cases
+    ]
+    jobs += [
+        (i.name, i.reason, i.case, lambda i=i: i.check(i.case, impl, device, seed))
+        for i in invariants
+    ]
+    results: list[Result] = []
+    for name, reason, case, job in jobs:
+        result = _run(name, reason, why_skipped(case, impl, device), job)
+        results.append(result)
+        if progress is not None:
+            progress(len(results), len(jobs), result)
+    return results
+
+
+def why_skipped(case: Case, impl: str, device: torch.device) -> str | None:
+    """Why `impl` does not run `case` on `device`; None if it does."""
+    if case.gpu and device.type != "cuda":
+        return "needs a GPU"
+    try:
+        select(case.spec, arch_of(device), impl)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
+
+
+def _run(name: str, reason: str, skip: str | None, job: Callable[[], Deviation]) -> Result:
+    if skip is not None:
+        return Result(name, reason, SKIPPED, detail=skip)
+    start = time.perf_counter()
+    try:
+        deviation = job()
+    except Exception as failure:  # any exception is a failed case; the others still run
+        detail = f"{type(failure).__name__}: {failure}"
+        return Result(name, reason, FAILED, detail=detail, seconds=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return Result(name, reason, PASSED, deviation.error, deviation.budget, seconds=seconds)
