@@ -1,6 +1,6 @@
 // MLA decode attention for 33 query rows and more over an fp8_e4m3fn cache (docs/attention-sm90-wide.md).
 //
-// One warp loads tiles of 64 tokens. Two math warpgroups own alternate tiles: the owner computes a tile's scores and
+// Two warps load tiles of 64 tokens. Two math warpgroups own alternate tiles: the owner computes a tile's scores and
 // probabilities; both add its values, each for half of the latents.
 //
 //     group 0   scores 0 | softmax 0 | values 0 | scores 2          | values 1 | softmax 2 | values 2 ...
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
     const u32 shared = shared_address(storage);
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(shared + Shared::FULL + stage * 8, 1);
+            mbarrier_init(shared + Shared::FULL + stage * 8, LOAD_WARPS);
             mbarrier_init(shared + Shared::EMPTY + stage * 8, MATH_WARPS);
         }
         mbarrier_init(shared + Shared::PROBABILITY_FULL, GROUP_WARPS);
@@ -113,9 +113,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
     const int program = blockIdx.x / ROW_TILES, row_tile = blockIdx.x % ROW_TILES;
     if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<LOAD_REGISTERS>();
-        if (threadIdx.x < MATH_THREADS + WARP)
+        const int half = (threadIdx.x - MATH_THREADS) / WARP;
+        if (half < LOAD_WARPS)
             load_tiles({kv_cache, page_stride, token_stride, page_table, page_table_stride}, work,
-                       work_indptr[program], work_indptr[program + 1], shared);
+                       work_indptr[program], work_indptr[program + 1], half, shared);
         allow_next_grid();
     } else {
         registers_grow<MATH_REGISTERS>();

@@ -1,4 +1,4 @@
-// Wide attention: one warp streams the tiles of its program's items through the ring of stages.
+// Wide attention: two warps stream the tiles of their program's items through the ring of stages.
 #pragma once
 
 #include "wide_tile.cuh"
@@ -20,75 +20,62 @@ struct Cache {
     }
 };
 
-// Bulk copies of one tile. A copy is a run of rows that neither a page nor a half of the tile ends; the lane
-// at its first row issues it.
-struct TileCopy {
-    int position[2], page[2];  // of rows lane and 32 + lane
-    int run[2];                // rows of the run that begins here, or 0
+// One warp loads one half of every tile: 32 tokens, one a lane. A bulk copy is a run of rows that neither a page nor
+// the half ends, and the lane at its first row issues it.
+struct HalfLoader {
+    const Cache& cache;
+    int half, lane;
 
-    DEVICE void locate(const Cache& cache, const int* pages, int token, int valid, int lane) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = half * HALF + lane;
-            position[half] = token + row;
-            const int place = position[half] % PAGE_SIZE;
-            const bool first = lane == 0 || place == 0 || !cache.contiguous_pages();
-            run[half] = 0;
-            if (row < valid && first) {
-                const int rest = min(min(valid - row, HALF - lane), PAGE_SIZE - place);
-                run[half] = cache.contiguous_pages() ? rest : 1;
-                page[half] = pages[position[half] / PAGE_SIZE];
-            }
-        }
+    // The token of this lane in the tile at `tile`.
+    DEVICE int token(int tile) const { return tile + half * HALF + lane; }
+    DEVICE bool begins_run(int token, int end) const {
+        return token < end && (lane == 0 || token % PAGE_SIZE == 0 || !cache.contiguous_pages());
     }
-    DEVICE void issue(const Cache& cache, u32 stage, u32 full, int lane, u64 l2_policy) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (run[half])
-                bulk_load(stage + token_offset(half * HALF + lane),
-                          cache.row(page[half], position[half] % PAGE_SIZE), run[half] * ROW_BYTES, full, l2_policy);
-        }
+    DEVICE int find_page(const int* pages, int token, int end) const {
+        return begins_run(token, end) ? pages[token / PAGE_SIZE] : 0;
+    }
+    DEVICE void copy(int page, int token, int end, u32 half_stage, u32 full, u64 l2_policy) const {
+        if (!begins_run(token, end)) return;
+        const int place = token % PAGE_SIZE;
+        int rows = 1;
+        if (cache.contiguous_pages()) rows = min(min(end - token, HALF - lane), PAGE_SIZE - place);
+        bulk_load(half_stage + lane * ROW_BYTES, cache.row(page, place), rows * ROW_BYTES, full, l2_policy);
+    }
+    // Rows that no copy engine takes (some stride is no multiple of 16 bytes): slow and right.
+    DEVICE void copy_bytes(const int* pages, int token, int end, u32 half_stage) const {
+        if (token >= end) return;
+        const u8* source = cache.row(pages[token / PAGE_SIZE], token % PAGE_SIZE);
+#pragma unroll 4
+        for (int i = 0; i < ROW_BYTES; ++i) store_shared_u8(half_stage + lane * ROW_BYTES + i, source[i]);
     }
 };
 
-// Rows that no copy engine takes (some stride is no multiple of 16 bytes): byte by byte, slow and right.
-DEVICE void copy_bytes(const Cache& cache, const int* pages, u32 stage, int token, int valid, int lane) {
-    for (int row = 0; row < valid; ++row) {
-        const u8* source = cache.row(pages[(token + row) / PAGE_SIZE], (token + row) % PAGE_SIZE);
-#pragma unroll 6
-        for (int i = lane; i < ROW_BYTES; i += WARP) store_shared_u8(stage + token_offset(row) + i, source[i]);
-    }
-}
-
-DEVICE void load_tiles(const Cache& cache, const int* work, int first, int last, u32 shared) {
-    const int lane = threadIdx.x % WARP;
+// `half`: which of the load warps this is.
+DEVICE void load_tiles(const Cache& cache, const int* work, int first, int last, int half, u32 shared) {
+    const HalfLoader loader = {cache, half, static_cast<int>(threadIdx.x % WARP)};
     const bool by_copy_engine = cache.aligned16();
     // Programs that share tokens (row tiles) find each other's rows in L2.
     const u64 policy = ROW_TILES == 1 ? l2_evict_first() : l2_evict_normal();
-    u32 stage = 0, round = 0;
+    u32 count = 0;
     for (int index = first; index < last; ++index) {
         const Item item = load_item(work, index);
         const int* pages = cache.page_table + item.request * cache.page_table_stride;
-        TileCopy next;
-        next.locate(cache, pages, item.begin, item.end - item.begin, lane);
-        for (int token = item.begin; token < item.end; token += TILE) {
-            const TileCopy copy = next;
-            next.locate(cache, pages, token + TILE, item.end - token - TILE, lane);
-            const int valid = min(TILE, item.end - token);
-            const u32 base = shared + Shared::STAGE + stage * STAGE_BYTES, full = shared + Shared::FULL + stage * 8;
-            mbarrier_wait(shared + Shared::EMPTY + stage * 8, round & 1 ^ 1);
+        int next_page = loader.find_page(pages, loader.token(item.begin), item.end);
+        for (int tile = item.begin; tile < item.end; tile += TILE, ++count) {
+            const int page = next_page, token = loader.token(tile);
+            next_page = loader.find_page(pages, token + TILE, item.end);
+            const u32 slot = count % STAGES, full = shared + Shared::FULL + slot * 8;
+            const u32 half_stage = shared + Shared::STAGE + slot * STAGE_BYTES + token_offset(half * HALF);
+            mbarrier_wait(shared + Shared::EMPTY + slot * 8, count / STAGES & 1 ^ 1);
             if (by_copy_engine) {
-                if (lane == 0) mbarrier_arrive_expect(full, valid * ROW_BYTES);
+                const int rows = max(0, min(HALF, item.end - tile - half * HALF));
+                if (loader.lane == 0) mbarrier_arrive_expect(full, rows * ROW_BYTES);
                 __syncwarp();
-                copy.issue(cache, base, full, lane, policy);
+                loader.copy(page, token, item.end, half_stage, full, policy);
             } else {
-                copy_bytes(cache, pages, base, token, valid, lane);
+                loader.copy_bytes(pages, token, item.end, half_stage);
                 __syncwarp();
-                if (lane == 0) mbarrier_arrive(full);
-            }
-            if (++stage == STAGES) {
-                stage = 0;
-                ++round;
+                if (loader.lane == 0) mbarrier_arrive(full);
             }
         }
     }

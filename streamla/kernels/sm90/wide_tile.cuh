@@ -32,9 +32,13 @@ constexpr int GROUPS = 2;                                            // math war
 constexpr int GROUP_WARPS = 4;
 constexpr int MATH_WARPS = GROUPS * GROUP_WARPS;
 constexpr int MATH_THREADS = GROUPS * WARPGROUP;
+constexpr int LOAD_WARPS = 2;                                        // of the last warpgroup
 constexpr int THREADS = MATH_THREADS + WARPGROUP;
+// A block owns what it was launched with, 168 registers a thread; asking for more in total would wait for ever.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int MATH_REGISTERS = 240;
-constexpr int LOAD_REGISTERS = 32;
+constexpr int LOAD_REGISTERS = 24;
+static_assert(GROUPS * MATH_REGISTERS + LOAD_REGISTERS <= (GROUPS + 1) * LAUNCH_REGISTERS, "the block's registers");
 
 // The two halves of a tile lie 32 bytes apart: with the pitch of 576 bytes, a quarter warp's reads of
 // K (two tokens, 64 bytes each) and a half warp's of V (four tokens, 32 bytes each) meet every bank once.
