@@ -19,7 +19,8 @@ class Report:
     """Attributes:
     trace, gpu, workload: what was read, and what the user said of it.
     groups: attention kernels by grid and workload.
-    timeline, times: None for a profile without times.
+    timeline: None for a profile without times.
+    times: of steps, for each workload; none for a profile without times.
     counted: attention kernels of a counter file.
     findings: largest waste first.
     notes: what the user should know beside them.
@@ -30,7 +31,7 @@ class Report:
     workload: Workload
     groups: list[Group]
     timeline: steps.Timeline | None
-    times: windows.StepTimes | None
+    times: list[windows.StepTimes]
     counted: list[counters.Counted]
     findings: list[findings.Finding]
     notes: list[str]
@@ -77,6 +78,16 @@ def _notes(report: Report) -> list[str]:
         notes.append(
             f"the trace has no grid for {', '.join(sorted(unknown))}: how much of the GPU it fills is unknown"
         )
+    lists = {
+        g.kernel.short
+        for g in report.groups
+        if g.kernel.persistent and g.kernel.family == "aiter-asm-mla"
+    }
+    if lists:
+        notes.append(
+            f"{', '.join(sorted(lists))} is persistent: its grid fills the GPU whether or not the engine's list of "
+            "work does. `streamla doctor predict` knows the engines' caps on splits."
+        )
     for group in report.groups:
         if group.kernel.unknown:
             notes.append(f"{group.kernel.short}: not understood: {', '.join(group.kernel.unknown)}")
@@ -105,17 +116,18 @@ def analyze(
     """
     if layers is not None and layers < 1:
         raise DoctorError(f"--layers: need an integer >= 1; got {layers}")
-    timeline = times = None
+    timeline = None
+    times: list[windows.StepTimes] = []
     found: list[Group] = []
     if len(trace) and trace.timed:
         timeline = steps.build(trace, layers)
         found = groups.of_timeline(timeline, workload)
-        times = windows.measure(timeline, from_pattern) if timeline.steps else None
+        times = windows.measure(timeline, workload, from_pattern)
     elif len(trace):
         found = groups.of_summary(trace, workload)
     counted = counters.counted(trace)
     whole = timeline if timeline and timeline.steps else None
-    all_findings = findings.find(found, gpu, whole) + counters.find(counted, workload)
+    all_findings = findings.find(found, gpu, whole, workload) + counters.find(counted, workload)
     report = Report(trace, gpu, workload, found, timeline, times, counted, all_findings, [])
     report.notes = _notes(report)
     return report
@@ -136,7 +148,7 @@ def _group_json(group: Group) -> dict[str, Any]:
 
 def as_json(report: Report) -> dict[str, Any]:
     """The report for machines."""
-    timeline, times = report.timeline, report.times
+    timeline = report.timeline
     out: dict[str, Any] = {
         "source": report.trace.source,
         "format": report.trace.format,
@@ -151,8 +163,8 @@ def as_json(report: Report) -> dict[str, Any]:
             "count": len(timeline.steps), "whole": len(timeline.whole_steps),
             "layers": timeline.layers_per_step, "device": timeline.device,
         }  # fmt: skip
-    if times is not None:
-        out["times"] = {"rule": RULE, "from": times.from_pattern, **asdict(times)}
+        out["rule"] = RULE
+        out["times"] = [asdict(t) for t in report.times]
     if report.counted:
         out["counters"] = [
             {

@@ -40,6 +40,8 @@ app = typer.Typer(
     cls=TraceByDefault,
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Which attention kernel did a decode step land on, and what does it waste? `streamla doctor TRACE` reads "
     "a profile (PyTorch .json[.gz], nsys .sqlite and csv, rocprofv3 csv and json, rocprof csv, ncu --csv); "
     "nothing here needs a GPU.",

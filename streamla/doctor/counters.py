@@ -92,20 +92,21 @@ def traffic(c: Counted, workload: Workload) -> Finding | None:
 
 def compare(a: Counted, b: Counted) -> Finding | None:
     """Two kernels over the same work: whether traffic explains the difference in time."""
-    if None in (a.read_bytes, b.read_bytes, a.dur_ns, b.dur_ns):
+    if not (a.read_bytes and b.read_bytes and a.dur_ns and b.dur_ns):
         return None
-    slow, fast = (a, b) if a.dur_ns > b.dur_ns else (b, a)  # type: ignore[operator]
-    time, size = slow.dur_ns / fast.dur_ns, slow.read_bytes / fast.read_bytes  # type: ignore[operator]
+    time, size = a.dur_ns / b.dur_ns, a.read_bytes / b.read_bytes
+    if time < 1:
+        return compare(b, a)
     if time < SLOWER:
         return None
     if abs(size - 1) <= SAME_BYTES:
-        why = f"The same {fast.read_bytes / 1e9:.2f} GB in, {time:.1f}x the time: the gap is compute, not traffic."
+        why = f"The same {b.read_bytes / 1e9:.2f} GB in, {time:.1f}x the time: the gap is compute, not traffic."
     else:
         why = f"{size:.1f}x the bytes and {time:.1f}x the time: traffic is {'all' if size > 0.9 * time else 'part'} of the gap."
     return Finding(
         "comparison",
         why,
-        f"{_line(slow)} | {_line(fast)}",
+        f"{_line(a)} | {_line(b)}",
         f"bytes {size:.2f}x, time {time:.2f}x",
     )
 

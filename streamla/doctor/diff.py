@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from streamla.doctor.analyze import Report
 from streamla.doctor.events import DoctorError
 from streamla.doctor.findings import Finding
 from streamla.doctor.stats import RULE, Spread, median
+from streamla.doctor.windows import StepTimes
 
 
 @dataclass(frozen=True)
@@ -50,32 +52,40 @@ class Diff:
         return median(ratios) if ratios else None
 
 
+def _pairs(a: StepTimes, b: StepTimes) -> Iterator[tuple[str, Spread | None, Spread | None]]:
+    yield "token", a.token, b.token
+    for x, y in zip(a.layers, b.layers, strict=False):
+        yield f"layer {x.layer} attention", x.attention, y.attention
+        if x.window or y.window:
+            yield f"layer {x.layer} window", x.window, y.window
+        if x.epilogue or y.epilogue:
+            yield f"layer {x.layer} epilogue", x.epilogue, y.epilogue
+
+
 def diff(a: Report, b: Report) -> Diff:
     """Line up two reports. DoctorError if neither times nor counters line up."""
     notes = [f"{side}: {note}" for side, r in (("A", a), ("B", b)) for note in r.notes]
     pairs = [(x, y) for x in a.counted for y in b.counted]
     findings = [f for x, y in pairs if (f := counters.compare(x, y))]
-    if a.times is None or b.times is None:
+    if not (a.times and b.times):
         if not pairs:
-            raise DoctorError("diff needs two traces with times, or two files with counters")
+            raise DoctorError(
+                "diff needs two traces with whole steps of MLA decode attention, or two files with counters"
+            )
         return Diff(a, b, [], findings, notes)
-    layers_a, layers_b = a.times.layers, b.times.layers
-    if not layers_a or not layers_b:
-        raise DoctorError("diff: a trace shows no whole step with MLA decode attention")
-    if len(layers_a) != len(layers_b):
-        notes.append(
-            f"A has {len(layers_a)} layers a step and B {len(layers_b)}: the first ones are compared"
-        )
-    workloads = [{str(g.workload) for g in r.groups} for r in (a, b)]
-    if workloads[0] != workloads[1]:
-        notes.append("the workloads differ: " + " | ".join(", ".join(sorted(w)) for w in workloads))
-    lines = [Line("token", a.times.token, b.times.token)]
-    for x, y in zip(layers_a, layers_b, strict=False):
-        lines.append(Line(f"layer {x.layer} attention", x.attention, y.attention))
-        if x.window or y.window:
-            lines.append(Line(f"layer {x.layer} window", x.window, y.window))
-        if x.epilogue or y.epilogue:
-            lines.append(Line(f"layer {x.layer} epilogue", x.epilogue, y.epilogue))
+    by_workload = {str(t.workload): t for t in b.times}
+    both = [(t, by_workload[str(t.workload)]) for t in a.times if str(t.workload) in by_workload]
+    if not both:
+        both = [(a.times[0], b.times[0])]
+        notes.append(f"the workloads differ: {a.times[0].workload} | {b.times[0].workload}")
+    lines = []
+    for x, y in both:
+        if len(x.layers) != len(y.layers):
+            notes.append(
+                f"A has {len(x.layers)} layers a step and B {len(y.layers)}: the first ones are compared"
+            )
+        prefix = f"{x.workload}: " if len(both) > 1 else ""
+        lines += [Line(prefix + what, p, q) for what, p, q in _pairs(x, y)]
     return Diff(a, b, lines, findings, notes)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from streamla.doctor.groups import PREPARING, Group, step_spans
+from streamla.doctor.groups import PREPARING, Group, step_spans, workload_of
 from streamla.doctor.names import computed_rows, padding
 from streamla.doctor.stats import median
 from streamla.doctor.steps import Timeline
-from streamla.doctor.workload import ROW_BYTES, Gpu
+from streamla.doctor.workload import ROW_BYTES, Gpu, Workload
 
 # Below these a number is no finding: launch jitter, or what any kernel pays.
 MIN_WASTE = 0.05
@@ -43,7 +44,9 @@ def pad(group: Group) -> Finding | None:
     if waste is None or rows is None or waste < MIN_WASTE:
         return None
     real = w.heads * w.q_len
-    if kernel.flattened:
+    if kernel.row_steps:
+        tile = f"tiles of {', '.join(map(str, kernel.row_steps))} rows, the least that holds them"
+    elif kernel.flattened:
         tile = f"tiles of {kernel.tile_rows} rows (heads and query rows share them)"
     else:
         tile = (
@@ -247,26 +250,30 @@ def longest(groups: list[Group]) -> Finding | None:
     return best
 
 
-def amdahl(timeline: Timeline) -> Finding | None:
+def amdahl(timeline: Timeline, given: Workload) -> Finding | None:
     """What attention is of a step, and what a kernel twice as fast would give end to end."""
-    spans = step_spans(timeline)
-    if not spans:
-        return None
-    shares = []
-    for step, span in spans:
+    shares: dict[Workload, list[float]] = defaultdict(list)
+    for step, span in step_spans(timeline):
         own = sum(timeline.dur(p) for x in step.layers for p in (x.at, *x.merges))
-        shares.append(min(1.0, own / span) if span else 0.0)
-    share = median(shares)
+        shares[workload_of(step, given)].append(min(1.0, own / span) if span else 0.0)
+    if not shares:
+        return None
+    by_workload = {w: median(s) for w, s in shares.items()}
+    workload, share = max(by_workload.items(), key=lambda item: item[1])
+    others = ", ".join(f"{w}: {s:.0%}" for w, s in by_workload.items() if w != workload)
     return Finding(
         "amdahl",
         f"Attention is {share:.0%} of a step; a kernel twice as fast makes the step "
         f"{1 / (1 - share / 2):.2f}x as fast.",
-        f"{len(spans)} steps of {timeline.layers_per_step} layers",
-        f"median share of the time between steps; 1 / (1 - {share:.3f} / 2) = {1 / (1 - share / 2):.3f}",
+        f"{len(shares[workload])} steps of {timeline.layers_per_step} layers; {workload}",
+        f"median share of the time between steps; 1 / (1 - {share:.3f} / 2) = {1 / (1 - share / 2):.3f}"
+        + (f" ({others})" if others else ""),
     )
 
 
-def find(groups: list[Group], gpu: Gpu | None, timeline: Timeline | None) -> list[Finding]:
+def find(
+    groups: list[Group], gpu: Gpu | None, timeline: Timeline | None, given: Workload
+) -> list[Finding]:
     """All findings, the largest waste first. Of each kind, one a kernel: the worst."""
     checks: tuple[Callable[[Group], Finding | None], ...] = (
         pad, lambda g: parallel(g, gpu), lambda g: bandwidth(g, gpu), preparing, query_dtype, merge, gap,
@@ -278,6 +285,6 @@ def find(groups: list[Group], gpu: Gpu | None, timeline: Timeline | None) -> lis
             if key not in worst or (finding.waste or 0) > (worst[key].waste or 0):
                 worst[key] = finding
     found: Iterable[Finding | None] = [
-        *worst.values(), longest(groups), amdahl(timeline) if timeline else None,
+        *worst.values(), longest(groups), amdahl(timeline, given) if timeline else None,
     ]  # fmt: skip
     return sorted(filter(None, found), key=lambda f: -(f.waste if f.waste is not None else -1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -105,7 +106,7 @@ def of_timeline(timeline: Timeline, given: Workload) -> list[Group]:
     """Groups of a trace with times, longest total first."""
     groups: dict[tuple[str, Shape | None, Workload], Group] = {}
     for step in timeline.steps:
-        workload = step.workload.over(given) if step.workload else given
+        workload = workload_of(step, given)
         for layer in step.layers:
             event = timeline.trace[timeline.order[layer.at]]
             kernel = timeline.kernel(layer.at)
@@ -130,11 +131,17 @@ def of_summary(trace: Trace, given: Workload) -> list[Group]:
     return sorted(groups, key=lambda g: -g.total_ns)
 
 
+def workload_of(step: Step, given: Workload) -> Workload:
+    """What a step's annotation states, and of what it does not, what the user gave."""
+    return step.workload.over(given) if step.workload else given
+
+
 def step_spans(timeline: Timeline) -> list[tuple[Step, int]]:
-    """Whole steps with the time from their first attention to that of the next step, in ns."""
+    """Whole steps that a step of the same workload follows, with the time between their first
+    attentions in ns."""
     spans = []
-    for a, b in zip(timeline.steps, timeline.steps[1:], strict=False):
-        if not a.missing and not b.missing:
+    for a, b in itertools.pairwise(timeline.steps):
+        if not a.missing and not b.missing and a.workload == b.workload:
             start = timeline.interval(a.layers[0].at)[0]
             spans.append((a, timeline.interval(b.layers[0].at)[0] - start))
     return spans

@@ -73,16 +73,17 @@ def report(r: Report) -> str:
             ),
         ),
     ]  # fmt: skip
-    if r.times and r.times.layers:
+    for times in r.times:
         rows = (
             (str(x.layer), spread(x.window), spread(x.epilogue), spread(x.attention))
-            for x in r.times.layers
+            for x in times.layers
         )
         body += [
-            "<h2>Layers, us: median (10th-90th percentile)</h2>",
+            f"<h2>Layers, us: {escape(str(times.workload))}</h2>",
             _table(("layer", "window", "epilogue", "attention"), rows),
-            f"<p><small>Rule: {escape(RULE)}.</small></p>",
         ]
+    if r.times:
+        body.append(f"<p><small>Median (10th-90th percentile). Rule: {escape(RULE)}.</small></p>")
     return _document("streamla doctor", body)
 
 

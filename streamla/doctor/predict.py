@@ -93,7 +93,8 @@ def _busy(
     rule: dict[str, Any], kernel: KernelName, w: Workload, units: int, max_splits: int | None
 ) -> tuple[int | None, str]:
     """Units with work, and how that follows."""
-    assert w.requests is not None and w.context is not None
+    assert w.requests is not None
+    assert w.context is not None
     programs, groups = rule["programs"], _groups(kernel, w)
     kind = programs["kind"]
     if kind == "unknown":
@@ -184,7 +185,9 @@ def predict(
     if "tile_rows" in rule:
         kernel = replace(kernel, tile_rows=rule["tile_rows"], tile_heads=rule["tile_rows"],
                          tile_q_rows=1, flattened=True, q_dtype=w.q, kv_dtype=w.q)  # fmt: skip
-    assert w.heads and w.total and w.kv
+    assert w.heads is not None
+    assert w.total is not None
+    assert w.kv is not None
     busy, how = _busy(rule, kernel, w, gpu.units, max_splits)
     wasted_rows = padding(kernel, w.heads, w.q_len)
     size = w.total * ROW_BYTES[w.kv]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +13,7 @@ from streamla.doctor.findings import Finding
 from streamla.doctor.names import KernelName, padding
 from streamla.doctor.predict import Prediction
 from streamla.doctor.stats import RULE, Spread
+from streamla.doctor.windows import StepTimes
 
 
 def percent(share: float | None) -> str:
@@ -29,7 +31,9 @@ def spread(value: Spread | None) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", expand=False)
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False
+    )
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     return table
@@ -48,27 +52,22 @@ def _findings(found: list[Finding]) -> list[Text]:
 
 
 def _kernels(report: Report) -> Table:
-    table = _table(
-        "Attention",
-        "kernel",
-        "family",
-        "q x cache",
-        "tile",
-        "grid",
-        "launches",
-        "us",
-        "merge us",
-        "workload",
-    )
+    table = _table("Attention", "kernel", "q x cache", "rows", "grid", "us", "+ merge", "workload")
+    table.columns[0].min_width = 30
     for g in report.groups[:12]:
         k = g.kernel
-        tile = "?" if not k.tile_rows else f"{k.tile_rows} rows"
         table.add_row(
-            k.short, k.family or "?", f"{k.q_dtype or '?'} x {k.kv_dtype or '?'}", tile,
-            "?" if g.grid is None else "x".join(map(str, g.grid)), str(g.launches), us(g.attention_ns),
+            f"{k.short}\n({k.family}, {g.launches}x)", f"{k.q_dtype or '?'} x {k.kv_dtype or '?'}", _rows(k),
+            "?" if g.grid is None else "x".join(map(str, g.grid)), us(g.attention_ns),
             us(g.merge_ns) if g.merge else "", str(g.workload),
         )  # fmt: skip
     return table
+
+
+def _rows(kernel: KernelName) -> str:
+    if kernel.row_steps:
+        return "fitted"
+    return str(kernel.tile_rows or "?")
 
 
 def _busiest(report: Report) -> Table:
@@ -79,18 +78,15 @@ def _busiest(report: Report) -> Table:
     return table
 
 
-def _layers(report: Report) -> Table | None:
-    times = report.times
-    if times is None or not times.layers:
-        return None
+def _layers(times: StepTimes) -> Table:
+    token = f"; token {us(times.token.median)} us" if times.token else ""
     table = _table(
-        "Layers: us, median (10th-90th percentile)", "layer", "window", "epilogue", "attention"
+        f"Layers: {times.workload}{token}", "layer", "window us", "epilogue us", "attention us"
     )
-    for x in times.layers[:8]:
+    for x in times.layers[:6]:
         table.add_row(str(x.layer), spread(x.window), spread(x.epilogue), spread(x.attention))
-    if len(times.layers) > 8:
+    if len(times.layers) > 6:
         table.add_row("...", "", "", f"{len(times.layers)} layers")
-    table.caption = f"window: from the end of /{times.from_pattern}/ to attention. Rule: {RULE}."
     return table
 
 
@@ -99,10 +95,9 @@ def report(console: Console, r: Report) -> None:
     gpu = "GPU unknown" if r.gpu is None else f"{r.gpu.name}, {r.gpu.units} {r.gpu.unit_word}"
     console.print(f"[bold]{r.trace.source}[/]  {r.trace.format}, {gpu}")
     if r.timeline and r.timeline.steps:
-        token = f", token {us(r.times.token.median)} us" if r.times and r.times.token else ""
         console.print(
             f"{len(r.timeline.steps)} steps ({len(r.timeline.whole_steps)} whole) of "
-            f"{r.timeline.layers_per_step} layers{token}"
+            f"{r.timeline.layers_per_step} layers"
         )
     for note in r.notes:
         console.print(Text(f"note: {note}", style="yellow"))
@@ -111,8 +106,13 @@ def report(console: Console, r: Report) -> None:
     console.print()
     if r.groups:
         console.print(_kernels(r))
-    if (layers := _layers(r)) is not None:
-        console.print(layers)
+    for times in r.times[:3]:
+        console.print(_layers(times))
+    if r.times:
+        console.print(
+            Text(f"Median (10th-90th percentile); window: from the end of /{r.times[0].from_pattern}/ to the "
+                 f"start of attention. {RULE}.\n", style="dim")
+        )  # fmt: skip
     if len(r.trace):
         console.print(_busiest(r))
 

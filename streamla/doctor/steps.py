@@ -7,6 +7,7 @@ found by kernel name alone: kernels of a graph launch have no operator on the ho
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
 from array import array
 from collections import Counter
@@ -164,7 +165,7 @@ def _split(timeline: Timeline, layers: list[Layer], layers_per_step: int | None)
         size = layers_per_step
         return [Step(layers[i : i + size]) for i in range(0, len(layers), size)]
     starts = [timeline.interval(x.at)[0] for x in layers]
-    gaps = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(starts)]
     usual = median(gaps) if gaps else 0
     for i, layer in enumerate(layers):
         if i == 0 or gaps[i - 1] > _STEP_GAP * usual:

@@ -7,9 +7,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from streamla.doctor.events import DoctorError
-from streamla.doctor.groups import step_spans
+from streamla.doctor.groups import step_spans, workload_of
 from streamla.doctor.stats import Spread, stable
-from streamla.doctor.steps import Timeline
+from streamla.doctor.steps import Step, Timeline
+from streamla.doctor.workload import Workload
 
 RESIDUAL = r"(?i)rms_?norm|layer_?norm|residual"
 
@@ -34,25 +35,21 @@ class LayerTimes:
 @dataclass(frozen=True)
 class StepTimes:
     """Attributes:
+    workload: what the steps were asked to do.
     token: inter-token latency (start of attention to start of attention, next step), in ns.
     layers: times of each layer.
     from_pattern: the kernel that opens a window.
     """
 
+    workload: Workload
     token: Spread | None
     layers: list[LayerTimes]
     from_pattern: str
 
 
-def measure(timeline: Timeline, from_pattern: str = RESIDUAL) -> StepTimes:
-    """Times of every layer over the whole steps of a trace."""
-    try:
-        opens = re.compile(from_pattern)
-    except re.error as e:
-        raise DoctorError(f"--from: not a regular expression ({e})") from None
-    opening = [bool(opens.search(k.text)) for k in timeline.kernels]
+def _layers(timeline: Timeline, steps: list[Step], opening: list[bool]) -> list[LayerTimes]:
     samples: dict[int, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
-    for step in timeline.whole_steps:
+    for step in steps:
         for i, layer in enumerate(step.layers):
             windows, epilogues, attention = samples[i]
             start = timeline.interval(layer.at)[0]
@@ -64,5 +61,23 @@ def measure(timeline: Timeline, from_pattern: str = RESIDUAL) -> StepTimes:
             if own:
                 epilogues.append(sum(timeline.dur(p) for p in own))
             attention.append(sum(timeline.dur(p) for p in (layer.at, *layer.merges)))
-    layers = [LayerTimes(i, *(stable(s) for s in samples[i])) for i in sorted(samples)]
-    return StepTimes(stable([span for _, span in step_spans(timeline)]), layers, from_pattern)
+    return [LayerTimes(i, *(stable(s) for s in samples[i])) for i in sorted(samples)]
+
+
+def measure(timeline: Timeline, given: Workload, from_pattern: str = RESIDUAL) -> list[StepTimes]:
+    """Times of every layer over the whole steps of a trace, for each workload in it."""
+    try:
+        opens = re.compile(from_pattern)
+    except re.error as e:
+        raise DoctorError(f"--from: not a regular expression ({e})") from None
+    opening = [bool(opens.search(k.text)) for k in timeline.kernels]
+    steps: dict[Workload, list[Step]] = defaultdict(list)
+    spans: dict[Workload, list[int]] = defaultdict(list)
+    for step in timeline.whole_steps:
+        steps[workload_of(step, given)].append(step)
+    for step, span in step_spans(timeline):
+        spans[workload_of(step, given)].append(span)
+    return [
+        StepTimes(w, stable(spans[w]), _layers(timeline, own, opening), from_pattern)
+        for w, own in steps.items()
+    ]

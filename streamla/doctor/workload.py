@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -134,10 +133,5 @@ def find_gpu(name: str | None, trace: Trace | None = None) -> Gpu | None:
         # rocprofv3 may give only the target: one row of the table with that target is enough.
         by_target = [a for a in ARCHS if a.target == trace.gpu_name and a.units == trace.units]
         by_name = by_target[:1]
-    arch = by_name[0] if by_name else None
-    return Gpu(trace.gpu_name, trace.units or (arch.units if arch else None), arch)
-
-
-def workload_of_options(options: Mapping[str, Any]) -> Workload:
-    """The workload that the command line gives."""
-    return Workload(**{k: v for k, v in options.items() if v is not None})
+    row = by_name[0] if by_name else None
+    return Gpu(trace.gpu_name, trace.units or (row.units if row else None), row)

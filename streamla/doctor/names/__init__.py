@@ -28,6 +28,7 @@ class KernelName:
         tile_heads, tile_q_rows: heads and query rows that one tile was built for.
         tile_rows: rows of one tile.
         flattened: heads and query rows share the rows of the tile in any mix.
+    row_steps: sizes of tile, of which the kernel is compiled for the least that holds the rows.
         tile_kv: cache tokens a step.
         split: whether one request can be cut over programs.
         merge: the kernel that merges the pieces.
@@ -49,6 +50,7 @@ class KernelName:
     tile_q_rows: int | None = None
     tile_rows: int | None = None
     flattened: bool = False
+    row_steps: tuple[int, ...] = ()
     tile_kv: int | None = None
     split: bool | None = None
     merge: str | None = None
@@ -107,7 +109,7 @@ def decode(name: str) -> KernelName:
         cut_inside = not family.tokens and (cleaned.mangled or template_depth(text) > 0)
         truncated = cleaned.truncated or cut_inside
         reading = read(family, text, truncated)
-        facts = reading.facts
+        facts: dict[str, Any] = reading.facts
         _tile(facts)
         fields = {k: v for k, v in facts.items() if k in KernelName.__dataclass_fields__}
         fields.setdefault("role", family.role)
@@ -126,6 +128,10 @@ def padding(kernel: KernelName, heads: int, q_len: int = 1) -> float | None:
 
 def computed_rows(kernel: KernelName, heads: int, q_len: int = 1) -> int | None:
     """Rows that the tiles of one request compute, None if the tile is unknown."""
+    if kernel.row_steps:
+        rows = heads * q_len
+        tiles = -(-rows // kernel.row_steps[-1])
+        return tiles * next(step for step in kernel.row_steps if step * tiles >= rows)
     if not kernel.tile_heads or not kernel.tile_q_rows:
         return None
     if kernel.flattened and kernel.tile_rows:

@@ -1,7 +1,29 @@
-"""streamla's own kernels: `streamla_<stage>_<implementation>...`, tuned to waste no rows."""
+"""streamla's own kernels: `mla_<stage>`. A kernel is compiled for the rows it serves, so its tile is the
+smallest of a few sizes that holds them; the name does not carry it."""
 
 from __future__ import annotations
 
-from streamla.doctor.names.grammar import Family
+from streamla.doctor.names.grammar import ATTENTION, Family
 
-OWN: tuple[Family, ...] = ()
+_AXES = ("programs", "row tiles")
+_ATTENTION = {"mla": True, "persistent": True, "split": True, "grid_axes": _AXES}
+
+OWN: tuple[Family, ...] = (
+    Family("streamla", "plan", r"^mla_plan(?:_by_length)?_kernel$"),
+    Family("streamla", "merge", r"^mla_merge(?:_kernel|_wide)?$"),
+    Family(
+        "streamla-portable", ATTENTION, r"^mla_attention_kernel$",
+        {**_ATTENTION, "merge": "mla_merge_kernel", "row_steps": (16, 32, 64)},
+        note="one binary a shape: the tile is the least of 16, 32 and 64 rows that holds the rows",
+    ),
+    Family(
+        "streamla-sm90", ATTENTION, r"^mla_attention$",
+        {**_ATTENTION, "merge": "in the same kernel", "row_steps": (8, 16, 24, 32)},
+        note="one binary a shape: the tile is the least of 8, 16, 24 and 32 rows that holds the rows",
+    ),
+    Family(
+        "streamla-sm90", ATTENTION, r"^mla_attention_wide$",
+        {**_ATTENTION, "merge": "mla_merge_wide", "row_steps": (16, 32, 48, 64)},
+        note="one binary a shape: the tile is the least of 16, 32, 48 and 64 rows that holds the rows",
+    ),
+)  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 _SUFFIXES = re.compile(r"( \[clone[^\]]*\]|\.kd|\.hsaco)+$")
@@ -29,7 +30,7 @@ class CleanName:
 
 
 @functools.cache
-def _library_demangle():  # type: ignore[no-untyped-def]
+def _library_demangle() -> Callable[..., int | None] | None:
     """The C++ runtime's demangler, None where there is no C++ runtime."""
     for library in ("libstdc++.so.6", "libc++abi.so.1", "libc++abi.dylib", "libc++.1.dylib"):
         try:

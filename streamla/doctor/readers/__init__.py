@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO, Any, cast
 
 from streamla.doctor.events import DoctorError, Trace
 from streamla.doctor.readers import chrome, csvs, ncu, nsys, rocprof_json
@@ -15,6 +16,7 @@ from streamla.doctor.readers import chrome, csvs, ncu, nsys, rocprof_json
 Progress = Callable[[int, int], None]
 _SQLITE = b"SQLite format 3\x00"
 _GZIP = b"\x1f\x8b"
+_HEAD = 1 << 16
 
 
 class _Counting(io.RawIOBase):
@@ -28,7 +30,16 @@ class _Counting(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:  # type: ignore[no-untyped-def]
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any) -> int:
         n = self._file.readinto(buffer)
         self._progress(self._file.tell(), self._size)
         return n
@@ -38,11 +49,20 @@ class _Counting(io.RawIOBase):
         super().close()
 
 
-def _open(path: Path, progress: Progress) -> io.BufferedIOBase:
+def _open(path: Path, progress: Progress) -> IO[bytes]:
     raw = io.BufferedReader(_Counting(path, progress), 1 << 20)
     if raw.peek(2)[:2] == _GZIP:
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     return raw
+
+
+def _head(f: IO[bytes]) -> bytes:
+    """The beginning of a file, left unread."""
+    if isinstance(f, io.BufferedReader):
+        return f.peek(_HEAD)
+    head = f.read(_HEAD)
+    f.seek(0)
+    return head
 
 
 def open_trace(path: str | os.PathLike[str], progress: Progress = lambda at, size: None) -> Trace:
@@ -80,7 +100,7 @@ def _read(path: Path, progress: Progress) -> Trace:
         trace = nsys.read_sqlite(path)
     else:
         with _open(path, progress) as f:
-            head = f.peek(1 << 16) if isinstance(f, io.BufferedReader) else _gzip_head(f)
+            head = _head(f)
             if not head.strip():
                 raise DoctorError("is empty")
             first = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
@@ -88,17 +108,11 @@ def _read(path: Path, progress: Progress) -> Trace:
                 reader = rocprof_json if b'"rocprofiler-sdk-tool"' in head else chrome
                 trace = reader.read(f, head, str(path))
             else:
-                text = io.TextIOWrapper(f, encoding="utf-8", newline="")
+                text = io.TextIOWrapper(cast(io.BufferedReader, f), encoding="utf-8", newline="")
                 trace = csvs.read(text, str(path))
     if not len(trace) and not trace.counters:
         raise DoctorError(f"holds no GPU kernels (read as {trace.format})")
     return trace
-
-
-def _gzip_head(f: gzip.GzipFile) -> bytes:
-    head = f.read(1 << 16)
-    f.seek(0)
-    return head
 
 
 __all__ = ["Progress", "chrome", "csvs", "ncu", "nsys", "open_trace", "rocprof_json"]

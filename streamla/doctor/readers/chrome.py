@@ -16,7 +16,7 @@ from streamla.doctor.readers.streaming import items
 _KERNEL = {"kernel", "Kernel", "gpu_memcpy", "gpu_memset"}
 _MARK = {"user_annotation": False, "gpu_user_annotation": True}
 _RUNTIME = {"cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "runtime", "driver"}
-_SYNCHRONISES = re.compile(r"Synchronize|EventRecord|EventQuery|GetDevice|Malloc|Free")
+_LAUNCH = re.compile(r"Launch|Memcpy|Memset")
 
 
 def _shape(value: Any) -> Shape | None:
@@ -67,9 +67,8 @@ def _add(trace: Trace, event: dict[str, Any]) -> None:
         start = _ns(event["ts"])
         end = start + _ns(event.get("dur", 0))
         trace.marks.append(Mark(str(event["name"]), start, end, _MARK[first]))
-    elif first in _RUNTIME and "correlation" in args:
-        if not _SYNCHRONISES.search(str(event.get("name", ""))):
-            trace.add_launch(_int(args["correlation"]), _ns(event["ts"]))
+    elif first in _RUNTIME and _LAUNCH.search(str(event.get("name", ""))):
+        trace.add_launch(_int(args.get("correlation")), _ns(event["ts"]))
 
 
 def _int(value: Any) -> int:

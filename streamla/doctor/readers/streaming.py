@@ -10,9 +10,9 @@ from streamla.doctor.events import DoctorError
 BUFFER = 1 << 18
 
 
-def _ijson():  # type: ignore[no-untyped-def]
+def _ijson() -> Any:
     try:
-        import ijson
+        import ijson  # type: ignore[import-untyped]
     except ImportError:
         raise DoctorError("JSON traces need ijson: pip install 'streamla[doctor]'") from None
     return ijson
