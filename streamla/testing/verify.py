@@ -54,6 +54,7 @@ def verify(
     cases: Iterable[Case] = CASES,
     progress: Progress | None = None,
     seed: int = 0,
+    only: str | None = None,
 ) -> list[Result]:
     """Run `cases` and then the checks of `invariants.py`.
 
@@ -61,6 +62,7 @@ def verify(
         impl: an implementation's name; with "auto" each case runs what would be chosen for it.
         device: where to run; the GPU if there is one.
         progress: called after each with (number done, number in all, result).
+        only: run just the cases and checks whose name contains this.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,6 +82,7 @@ def verify(
         (i.name, i.reason, i.case, lambda i=i: i.check(i.case, impl, device, seed))
         for i in invariants
     ]
+    jobs = [job for job in jobs if only is None or only in job[0]]
     results: list[Result] = []
     for name, reason, case, job in jobs:
         result = _run(name, reason, why_skipped(case, impl, device), job)
