@@ -11,7 +11,7 @@ import torch
 from streamla import api
 from streamla.arch import arch_of
 from streamla.bench.inputs import Inputs
-from streamla.select import select
+from streamla.select import AUTO, IMPLS, select
 from streamla.spec import MLASpec
 from streamla.version import __version__
 
@@ -102,6 +102,10 @@ class Streamla:
 
 def candidates(impls: list[str], spec: MLASpec, device: torch.device) -> list[Candidate]:
     """Our implementations by name; "auto" is what would run for `spec` on `device`."""
+    known = [AUTO, *(i.name for i in IMPLS)]
+    for impl in impls:
+        if impl not in known:
+            raise ValueError(f"impl: need one of {', '.join(known)}; got {impl!r}")
     arch = arch_of(device)
-    names = [select(spec, arch, impl).name if impl == "auto" else impl for impl in impls]
+    names = [select(spec, arch, impl).name if impl == AUTO else impl for impl in impls]
     return [Streamla(name) for name in dict.fromkeys(names)]

@@ -41,15 +41,18 @@ class Comparison:
 
 def compare(before: Results, after: Results) -> Comparison:
     """Match the records of two runs by shape and candidate."""
-    found = {r.key: r for r in after.records if r.us}
+    found: dict[tuple, list[Record]] = {}
+    for r in after.records:
+        if r.us:
+            found.setdefault(r.key, []).append(r)
     changes, lost = [], []
     for a in before.records:
         if not a.us:
             continue
-        b = found.get(a.key)
-        if b is None:
+        if not found.get(a.key):
             lost.append(a)
             continue
+        b = found[a.key].pop(0)  # a shape that was measured twice is matched in order
         changes.append(
             Change(a, b, b.us / a.us, b.us_p25 / a.us_p75, b.us_p75 / a.us_p25)  # type: ignore[operator]
         )

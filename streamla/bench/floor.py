@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 8192  # words a program reads in one step
+BLOCK = 4096  # words a program reads in one step
 PROGRAMS_PER_UNIT = 2
-NUM_WARPS = 8
-NUM_STAGES = 2
+NUM_WARPS = 4
+NUM_STAGES = 4
 
 
 @triton.jit

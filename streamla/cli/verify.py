@@ -28,17 +28,17 @@ def verify(
     """Run every case against the oracle. Exit code 1 if one fails, or if none could run."""
     from dataclasses import asdict
 
-    from streamla.testing.cases import CASES
     from streamla.testing.verify import verify as run_cases
 
-    cases = [case for case in CASES if only is None or only in case.name]
     with console.progress("Verifying", None) as bar:
 
         def step(done: int, total: int, result: Result) -> None:
             bar.update(bar.tasks[0].id, total=total, completed=done, description=result.name)
 
-        results = run_cases(impl, device, cases, step, seed)
+        results = run_cases(impl, device, progress=step, seed=seed, only=only)
 
+    if not results:
+        raise ValueError(f"only: no case has a name that contains {only!r}")
     console.write_json([asdict(r) for r in results], json)
     counts = Counter(r.status for r in results)
     if not console.quiet(json):
@@ -55,7 +55,7 @@ def _print(results: list[Result], counts: Counter[str]) -> None:
     table.add_column("", no_wrap=True)
     for name in ("error", "of budget", "s"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("reason", style="dim")
+    table.add_column("reason", style="dim", no_wrap=True, overflow="ellipsis")
     for r in results:
         ran = r.status == "passed"
         table.add_row(
