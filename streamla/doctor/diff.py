@@ -64,7 +64,12 @@ def _pairs(a: StepTimes, b: StepTimes) -> Iterator[tuple[str, Spread | None, Spr
 
 def diff(a: Report, b: Report) -> Diff:
     """Line up two reports. DoctorError if neither times nor counters line up."""
-    notes = [f"{side}: {note}" for side, r in (("A", a), ("B", b)) for note in r.notes]
+    notes = [
+        f"{side}: {note}"
+        for side, r in (("A", a), ("B", b))
+        for note in (*r.trace.notes, r.timeline.incomplete if r.timeline else "")
+        if note
+    ]
     pairs = [(x, y) for x in a.counted for y in b.counted]
     findings = [f for x, y in pairs if (f := counters.compare(x, y))]
     if not (a.times and b.times):

@@ -72,8 +72,9 @@ def _matches(
         rule["engine"] == engine
         and rule["target"] == target
         and rule.get("q", w.q) == w.q
-        and rule.get("kv", kv) == kv
+        and (rule["kv"] == kv or (isinstance(rule["kv"], list) and kv in rule["kv"]))
         and (heads is None or w.heads in heads)
+        and w.heads not in rule.get("heads_not", [])
         and w.q_len in rule.get("q_len", [w.q_len])
         and page not in rule.get("page_size_not", [])
     )  # fmt: skip

@@ -52,14 +52,13 @@ def _findings(found: list[Finding]) -> list[Text]:
 
 
 def _kernels(report: Report) -> Table:
-    table = _table("Attention", "kernel", "q x cache", "rows", "grid", "us", "+ merge", "workload")
-    table.columns[0].min_width = 30
+    table = _table("Attention", "kernel", "q x cache", "rows", "grid", "us", "+ merge")
     for g in report.groups[:12]:
         k = g.kernel
         table.add_row(
-            f"{k.short}\n({k.family}, {g.launches}x)", f"{k.q_dtype or '?'} x {k.kv_dtype or '?'}", _rows(k),
+            f"{k.short}\n  {k.family}, {g.launches}x; {g.workload}", f"{k.q_dtype or '?'} x {k.kv_dtype or '?'}", _rows(k),
             "?" if g.grid is None else "x".join(map(str, g.grid)), us(g.attention_ns),
-            us(g.merge_ns) if g.merge else "", str(g.workload),
+            us(g.merge_ns) if g.merge else "",
         )  # fmt: skip
     return table
 

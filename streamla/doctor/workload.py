@@ -92,12 +92,12 @@ def workload_of_mark(text: str) -> Workload | None:
     for pattern in (_VLLM, _SGLANG):
         if match := pattern.search(text):
             found["requests"] = int(match.group("requests"))
+    found = {k: v for k, v in found.items() if isinstance(v, str) == (k in ("q", "kv"))}
     total = found.pop("total", None)
     if total and found.get("requests") and "context" not in found:
         found["context"] = round(total / found["requests"])
-    if not {"requests", "context"} & found.keys() or found.get("requests") == 0:
+    if not {"requests", "context"} & found.keys():
         return None
-    found = {k: v for k, v in found.items() if isinstance(v, str) == (k in ("q", "kv"))}
     try:
         return Workload(**found)
     except DoctorError:

@@ -149,7 +149,7 @@ FAMILIES: tuple[Family, ...] = (
            {"split": True, "merge": "Sm100FmhaMlaReductionKernel", "mla": True},
            (Part(r"Warpspecialized<cute::tuple<cute::C<(?P<tile_heads>\d+)>, cute::C<(?P<tile_kv>\d+)>",
                  {"tile_q_rows": 1}, "tile of {tile_heads} heads x {tile_kv} tokens"),
-            Part(r"\w+> ?>+, (?P<q_dtype>cutlass::\w+), float", {}, "query and cache {q_dtype}"),
+            Part(r"> ?> ?>, (?P<q_dtype>cutlass::\w+), float", {}, "query and cache {q_dtype}"),
             Part(r"Sm100MlaPersistentTileScheduler", {"persistent": True}, "persistent"),
             Part(r"Sm100MlaIndividualTileScheduler", {"persistent": False}, "one tile a CTA"))),
     Family("cutlass-mla", "merge", r"Sm100FmhaMlaReductionKernel"),

@@ -12,7 +12,7 @@ BUFFER = 1 << 18
 
 def _ijson() -> Any:
     try:
-        import ijson  # type: ignore[import-untyped]
+        import ijson
     except ImportError:
         raise DoctorError("JSON traces need ijson: pip install 'streamla[doctor]'") from None
     return ijson
