@@ -50,12 +50,12 @@ def verify(
 def _print(results: list[Result], counts: Counter[str]) -> None:
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 1), header_style="bold")
+    table = Table(box=None, padding=(0, 1), header_style="bold", expand=True)
     table.add_column("case", no_wrap=True)
     table.add_column("", no_wrap=True)
     for name in ("error", "of budget", "s"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("reason", style="dim", no_wrap=True, overflow="ellipsis")
+    table.add_column("reason", style="dim", no_wrap=True, overflow="ellipsis", ratio=1)
     for r in results:
         ran = r.status == "passed"
         table.add_row(
