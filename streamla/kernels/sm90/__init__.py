@@ -1,0 +1,84 @@
+"""Hopper: CUDA C++ for fp8_e4m3fn caches, compiled by NVRTC at first use.
+
+Up to 32 query rows a request go to `attention`, more to `wide`. Both take the plan of the portable planner.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from streamla.arch import Arch
+from streamla.kernels.portable.plan import plan
+from streamla.kernels.sm90 import attention as narrow
+from streamla.kernels.sm90 import wide
+from streamla.plan import CostModel, DecodePlan
+from streamla.spec import KVFormat, MLASpec
+
+__all__ = ["attention", "cost_model", "decode", "merge", "plan", "warmup", "why_not"]
+
+MAX_NARROW_ROWS = 32
+
+
+def why_not(spec: MLASpec) -> str | None:
+    """None if these kernels serve `spec`, else the reason as a sentence."""
+    if spec.kv_format is not KVFormat.FP8_E4M3FN:
+        return f"needs an fp8_e4m3fn cache, this is {spec.kv_format.value}"
+    if (spec.kv_lora_rank, spec.qk_rope_head_dim) != (512, 64):
+        return f"needs rows of 512 + 64, these are {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
+    return None
+
+
+def _kernels(spec: MLASpec) -> ModuleType:
+    return narrow if spec.rows <= MAX_NARROW_ROWS else wide
+
+
+def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
+    return _kernels(spec).cost_model(spec, arch)
+
+
+def attention(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_scale: float,
+) -> None:
+    _kernels(plan.spec).attention(
+        q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale
+    )  # fmt: skip
+
+
+def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
+    _kernels(plan.spec).merge(plan, out, lse, lse_scale)
+
+
+def decode(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_scale: float,
+) -> None:
+    _kernels(plan.spec).decode(
+        q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale
+    )  # fmt: skip
+
+
+def warmup(spec: MLASpec, batch_sizes: list[int], device: torch.device) -> None:
+    """Compile and load what `spec` needs; the batch size is no compile-time fact."""
+    with torch.cuda.device(device):
+        _kernels(spec).warmup(spec)

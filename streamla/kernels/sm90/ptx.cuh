@@ -83,6 +83,14 @@ DEVICE void store_matrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
                  :: "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3) : "memory");
 }
 
+DEVICE void store_shared_half(u32 address, float v) {
+    asm volatile("{\n"
+                 ".reg .b16 h;\n"
+                 "cvt.rn.f16.f32 h, %1;\n"
+                 "st.shared.b16 [%0], h;\n"
+                 "}" :: "r"(address), "f"(v) : "memory");
+}
+
 // ---- ordering
 
 // What this thread stored to shared memory becomes visible to wgmma and to the copy engine. Execute it

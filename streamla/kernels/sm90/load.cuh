@@ -1,0 +1,86 @@
+// The loading warp: keeps the ring of stages full with bulk copies.
+//
+// A tile is TILE_N / RUN runs of RUN tokens, each contiguous in one page, whatever the page size: a page of
+// 64 or more gives two runs of 32 tokens, an odd page size 64 runs of one token. Lane i holds the page of
+// run i (of several tiles, if a tile has fewer than 32 runs) and issues its copy.
+#pragma once
+
+#include "tile.cuh"
+
+namespace streamla {
+
+struct Cache {
+    const u8* rows;
+    i64 page_stride, token_stride;  // bytes
+    const int* page_table;
+    i64 table_stride;
+};
+
+constexpr int TILE_RUNS = TILE_N / RUN;
+constexpr int LANE_RUNS = (TILE_RUNS + WARP - 1) / WARP;  // runs of a tile that one lane issues
+constexpr int BATCH_TILES = TILE_RUNS < WARP ? WARP / TILE_RUNS : 1;  // tiles whose pages a warp holds
+
+// The ring, as its writer and its readers count it: position p is stage p % STAGES, round p / STAGES.
+struct Ring {
+    u32 shared;
+
+    DEVICE u32 stage(int position) const { return shared + Shared::STAGE + position % STAGES * STAGE_BYTES; }
+    DEVICE u32 full(int position) const { return shared + Shared::FULL + position % STAGES * 8; }
+    DEVICE u32 empty(int position) const { return shared + Shared::EMPTY + position % STAGES * 8; }
+    DEVICE void wait_full(int position) const { mbarrier_wait(full(position), position / STAGES & 1); }
+    DEVICE void wait_empty(int position) const { mbarrier_wait(empty(position), ~(position / STAGES) & 1); }
+    // A warp has read all that it needs of a stage.
+    DEVICE void release(int position, bool leads_warp) const {
+        __syncwarp();
+        if (leads_warp) mbarrier_arrive(empty(position));
+    }
+    DEVICE void init() const {
+        for (int s = 0; s < STAGES; s++) {
+            mbarrier_init(full(s), 1);
+            mbarrier_init(empty(s), MATH_WARPS);
+        }
+        fence_mbarrier_init();
+    }
+};
+
+// Pages of the runs that this lane issues in the batch of tiles from `tile` on.
+DEVICE void fetch_pages(int (&pages)[LANE_RUNS], const int* table, const Item& item, int tile, int lane) {
+#pragma unroll
+    for (int i = 0; i < LANE_RUNS; i++) {
+        const int token = item.begin + tile * TILE_N + (lane + i * WARP) * RUN;
+        pages[i] = token < item.end ? __ldg(table + token / PAGE_SIZE) : 0;
+    }
+}
+
+DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, int& position, u64 l2_policy) {
+    const int lane = threadIdx.x % WARP;
+    const int* table = cache.page_table + item.request * cache.table_stride;
+    const int num_tiles = item.num_tiles();
+    int pages[LANE_RUNS], next_pages[LANE_RUNS];
+    fetch_pages(pages, table, item, 0, lane);
+    for (int batch = 0; batch < num_tiles; batch += BATCH_TILES) {
+        fetch_pages(next_pages, table, item, batch + BATCH_TILES, lane);
+        const int tiles = min(BATCH_TILES, num_tiles - batch);
+        for (int i = 0; i < tiles; i++, position++) {
+            const int first = item.begin + (batch + i) * TILE_N;  // token
+            const u32 full = ring.full(position), stage = ring.stage(position);
+            ring.wait_empty(position);
+            if (lane == 0) mbarrier_arrive_expect(full, min(TILE_N, item.end - first) * TOKEN_BYTES);
+            __syncwarp();
+#pragma unroll
+            for (int k = 0; k < LANE_RUNS; k++) {
+                const int run = lane + k * WARP - i * TILE_RUNS;
+                const int token = first + run * RUN;
+                if (run < 0 || run >= TILE_RUNS || token >= item.end) continue;
+                const u8* source = cache.rows + pages[k] * cache.page_stride +
+                                   token % PAGE_SIZE * cache.token_stride;
+                bulk_load(stage + stage_offset(run * RUN), source,
+                          min(RUN, item.end - token) * TOKEN_BYTES, full, l2_policy);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < LANE_RUNS; k++) pages[k] = next_pages[k];
+    }
+}
+
+}  // namespace streamla
