@@ -202,6 +202,18 @@ def test_annotations_give_steps_and_workloads(tmp_path):
     assert "At most 16 of 304" in finding(r, "parallelism").sentence
 
 
+def test_one_long_request_among_short_ones(tmp_path):
+    b = Builder(H200)
+    for us, longest in ((100.0, 32768), (250.0, 131072)):
+        start = b.now
+        for _ in range(4):
+            b.kernel(TRITON, us, grid=(8, 1, 8))
+        b.mark(f"decode requests=8 context=32768 longest={longest}", start)
+    found = finding(report(b.write(tmp_path / "t.json")), "longest")
+    assert found.waste == pytest.approx(1 - 100 / 250)
+    assert "as many tokens take 2.50x the time" in found.sentence
+
+
 def test_host_annotations_hold_the_launch_not_the_kernel(tmp_path):
     b = Builder(H200)
     for i in range(3):

@@ -223,31 +223,53 @@ def gap(group: Group) -> Finding | None:
 
 def longest(groups: list[Group]) -> Finding | None:
     """Time that follows the longest request instead of the total: two workloads of one kernel tell."""
-    best: Finding | None = None
-    for a in groups:
-        for b in groups:
-            wa, wb = a.workload, b.workload
-            if a.kernel.text != b.kernel.text or not (wa.total and wb.total and a.decode_ns):
-                continue
-            length_a, length_b = wa.longest or wa.context, wb.longest or wb.context
-            if not length_a or not length_b:
-                continue
-            bytes_ratio, time_ratio = wb.total / wa.total, b.decode_ns / a.decode_ns
-            same_length = abs(length_b / length_a - 1) < 0.1
-            if not (same_length and bytes_ratio >= 2 and time_ratio < 1 + 0.3 * (bytes_ratio - 1)):
-                continue
-            waste = 1 - time_ratio / bytes_ratio
-            if best is None or waste > (best.waste or 0):
-                best = Finding(
-                    "longest",
-                    f"Time follows the longest request, not the total: {bytes_ratio:.0f}x the tokens take "
-                    f"{time_ratio:.2f}x the time.",
-                    f"{a.evidence} | {b.evidence}",
-                    f"{wa}: {a.decode_ns / 1e3:.1f} us; {wb}: {b.decode_ns / 1e3:.1f} us. At the pace of the "
-                    f"second the first would take {b.decode_ns / bytes_ratio / 1e3:.1f} us: {waste:.0%} less",
-                    waste,
-                )
-    return best
+    pairs = [
+        (a, b) for a in groups for b in groups
+        if a is not b and a.kernel.text == b.kernel.text and a.decode_ns
+        and a.workload.total and b.workload.total
+    ]  # fmt: skip
+    found = filter(None, (_more_tokens(a, b) or _one_long(a, b) for a, b in pairs))
+    return max(found, key=lambda f: f.waste or 0.0, default=None)
+
+
+def _lengths(a: Group, b: Group) -> tuple[float, float, float]:
+    """Of b over a: tokens, longest request, time."""
+    wa, wb = a.workload, b.workload
+    assert wa.total and wb.total and wa.context and wb.context  # noqa: PT018
+    longest = (wb.longest or wb.context) / (wa.longest or wa.context)
+    return wb.total / wa.total, longest, b.decode_ns / a.decode_ns
+
+
+def _more_tokens(a: Group, b: Group) -> Finding | None:
+    """More requests of the same length in nearly the same time: a wastes what b uses."""
+    tokens, longest_ratio, time = _lengths(a, b)
+    if tokens < 2 or abs(longest_ratio - 1) > 0.1 or time > 1 + 0.3 * (tokens - 1):
+        return None
+    waste = 1 - time / tokens
+    return Finding(
+        "longest",
+        f"Time follows the longest request, not the total: {tokens:.0f}x the tokens take {time:.2f}x the time.",
+        f"{a.evidence} | {b.evidence}",
+        f"{a.workload}: {a.decode_ns / 1e3:.1f} us; {b.workload}: {b.decode_ns / 1e3:.1f} us. At the pace of the "
+        f"second the first would take {b.decode_ns / tokens / 1e3:.1f} us: {waste:.0%} less",
+        waste,
+    )
+
+
+def _one_long(a: Group, b: Group) -> Finding | None:
+    """As many tokens, but one request holds most of them: b waits for it."""
+    tokens, longest_ratio, time = _lengths(a, b)
+    if abs(tokens - 1) > 0.1 or longest_ratio < 2 or time < 1.3:
+        return None
+    return Finding(
+        "longest",
+        f"Time follows the longest request, not the total: as many tokens take {time:.2f}x the time when one "
+        f"request is {longest_ratio:.0f}x as long as the others were.",
+        f"{a.evidence} | {b.evidence}",
+        f"{a.workload}: {a.decode_ns / 1e3:.1f} us; {b.workload}: {b.decode_ns / 1e3:.1f} us: "
+        f"1 - 1/{time:.2f} = {1 - 1 / time:.0%}",
+        1 - 1 / time,
+    )
 
 
 def amdahl(timeline: Timeline, given: Workload) -> Finding | None:
