@@ -7,7 +7,8 @@
         write out and lse, or a partial slot if the request is split
 
 The grid is (programs of the plan, row tiles): a row tile is BLOCK_R of the seqlen_q * num_heads query
-rows of a request, row = query * num_heads + head. Softmax runs in base 2.
+rows of a request, row = query * num_heads + head. More row tiles read the cache again, through L2.
+Softmax runs in base 2.
 """
 
 from __future__ import annotations
@@ -26,23 +27,22 @@ LN2: tl.constexpr = tl.constexpr(math.log(2.0))
 GROUP: tl.constexpr = tl.constexpr(DS_MLA_GROUP)
 
 
-def block_rows(spec: MLASpec) -> int:
-    """Query rows a program holds: 16 is the least a matrix instruction takes, 64 all registers bear."""
-    return min(64, max(16, triton.next_power_of_2(spec.rows)))
+BLOCK_R = 16  # query rows a program holds: the least that a matrix instruction takes
 
 
 def num_row_tiles(spec: MLASpec) -> int:
-    return triton.cdiv(spec.rows, block_rows(spec))
+    return triton.cdiv(spec.rows, BLOCK_R)
 
 
 def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
-    # LDS of gfx942 (64 KB) holds one tile of 32 rows widened to bf16; Hopper's, several of 64.
-    tile_n = 32 if arch.target == "gfx942" else 64
+    # What the registers bear without a spill: masked rows and a causal tile need some more.
+    is_wide = num_row_tiles(spec) > 1 or spec.seqlen_q > 1
+    tile_n = 16 if is_wide or arch.target == "gfx942" else 32
     return CostModel(
         tile_n=tile_n,
         num_programs=max(1, arch.units // num_row_tiles(spec)),
-        overhead_tiles=1,
-        min_split_tiles=max(1, 128 // tile_n),
+        overhead_tiles=64 // tile_n,
+        min_split_tiles=128 // tile_n,
     )
 
 
@@ -73,9 +73,9 @@ def decode_fnuz(byte):
 
 
 @triton.jit
-def rescale_groups(latent, scales, TILE_N: tl.constexpr, D: tl.constexpr):
+def rescale_groups(value, scales, TILE_N: tl.constexpr, D: tl.constexpr):
     """fp8_ds_mla: every 128 latents have a scale. A power of two, as writers store it, is exact here."""
-    grouped = tl.reshape(latent.to(tl.float32), (TILE_N, D // GROUP, GROUP)) * scales[:, :, None]
+    grouped = tl.reshape(value.to(tl.float32), (TILE_N, D // GROUP, GROUP)) * scales[:, :, None]
     return tl.reshape(grouped, (TILE_N, D))
 
 
@@ -112,7 +112,7 @@ def mla_attention_kernel(
     NUM_HEADS: tl.constexpr, SEQLEN_Q: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     PAGE_SIZE: tl.constexpr, TILE_N: tl.constexpr, BLOCK_R: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_SCALE: tl.constexpr, HAS_GROUP_SCALES: tl.constexpr, DECODE_FNUZ: tl.constexpr,
-    ALIGNED: tl.constexpr, SCORE_DTYPE: tl.constexpr, VALUE_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One program runs its items of the plan for one row tile."""
     if ALIGNED:  # 16-byte loads
@@ -123,7 +123,10 @@ def mla_attention_kernel(
     program = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = row < ROWS
+    if ROWS % BLOCK_R == 0:
+        is_row = tl.full([BLOCK_R], True, tl.int1)
     d, r, n = tl.arange(0, D), tl.arange(0, R), tl.arange(0, TILE_N)
+    chunk = tl.arange(0, CHUNK)
 
     value_scale = 1.0
     if HAS_SCALE:
@@ -137,7 +140,6 @@ def mla_attention_kernel(
 
         q_base = q_nope + row_offset(request, row, q_b, q_s, q_h, NUM_HEADS)
         pe_base = q_pe + row_offset(request, row, pe_b, pe_s, pe_h, NUM_HEADS)
-        query = tl.load(q_base[:, None] + d[None, :], mask=is_row[:, None], other=0.0)
         query_pe = tl.load(pe_base[:, None] + r[None, :], mask=is_row[:, None], other=0.0)
         pages = page_table + request * page_table_b
 
@@ -154,19 +156,35 @@ def mla_attention_kernel(
             is_token = token < end
             page = tl.load(pages + token // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
             row_bytes = page * page_bytes + (token % PAGE_SIZE) * token_bytes
-            latent = load_rows(latents, row_bytes, is_token, D)
+
             rope = load_rows(ropes, row_bytes, is_token, R)
             if DECODE_FNUZ:
-                latent, rope = decode_fnuz(latent), decode_fnuz(rope)
-            if HAS_GROUP_SCALES:
-                scales = load_rows(group_scales, row_bytes, is_token, D // GROUP)
-                latent = rescale_groups(latent, scales, TILE_N, D)
-
+                rope = decode_fnuz(rope)
             scores = tl.zeros([BLOCK_R, TILE_N], tl.float32)
-            scores = dot(query, tl.trans(latent), scores, SCORE_DTYPE)
-            scores = dot(query_pe, tl.trans(rope), scores, SCORE_DTYPE)
+            scores = dot(query_pe, tl.trans(rope), scores, DTYPE)
+            # The query would fill the registers: it is read again for every piece of a tile.
+            for c in range(0, D, CHUNK):
+                query = tl.load(
+                    q_base[:, None] + (c + chunk)[None, :], mask=is_row[:, None], other=0.0
+                )
+                key = load_rows(latents + c, row_bytes, is_token, CHUNK)
+                if DECODE_FNUZ:
+                    key = decode_fnuz(key)
+                if HAS_GROUP_SCALES:
+                    scale = tl.load(group_scales + row_bytes // 4 + c // GROUP, is_token, other=0.0)
+                    scores += dot(query, tl.trans(key), None, DTYPE) * scale[None, :]
+                else:
+                    scores = dot(query, tl.trans(key), scores, DTYPE)
+
             seen = (token[None, :] < limit[:, None]) & is_token[None, :]
             scores = tl.where(seen, scores * score_scale, -float("inf"))
+
+            value = load_rows(latents, row_bytes, is_token, D)
+            if DECODE_FNUZ:
+                value = decode_fnuz(value)
+            if HAS_GROUP_SCALES:
+                scales = load_rows(group_scales, row_bytes, is_token, D // GROUP)
+                value = rescale_groups(value, scales, TILE_N, D)
 
             m_new = tl.maximum(m, tl.max(scores, 1))
             # A row may have seen nothing yet: keep -inf - (-inf) out of exp.
@@ -181,13 +199,13 @@ def mla_attention_kernel(
                     # product a query, over its own keys.
                     for s in range(SEQLEN_Q):
                         own = token < seqlen - SEQLEN_Q + 1 + s
-                        value = tl.where(own[:, None], latent.to(VALUE_DTYPE), 0.0)
-                        added = dot(p, value, acc, VALUE_DTYPE)
+                        own_value = tl.where(own[:, None], value.to(DTYPE), 0.0)
+                        added = dot(p, own_value, acc, DTYPE)
                         acc = tl.where((row // NUM_HEADS == s)[:, None], added, acc)
                 else:
-                    acc = dot(p, latent, acc, VALUE_DTYPE)
+                    acc = dot(p, value, acc, DTYPE)
             else:
-                acc = dot(p, latent, acc, VALUE_DTYPE)
+                acc = dot(p, value, acc, DTYPE)
             m = m_new
 
         # A row that saw nothing has m == -inf: values 0 and a log mass of -inf.
@@ -223,26 +241,21 @@ def cache_parts(
 
 def compile_options(spec: MLASpec, target: str, interpreted: bool) -> dict:
     """The constants of the attention kernel: everything that the compiled code depends on."""
-    # A bf16 product holds the query exactly; fp8 values are exact in fp16 too, and there the
-    # probabilities keep 11 bits instead of 8. Triton's interpreter miscomputes bf16 products.
-    fp8_values = spec.kv_format.has_scale
-    score, value = tl.bfloat16, tl.float16 if fp8_values else tl.bfloat16
-    if interpreted:
-        score = value = tl.float32
-    rows = block_rows(spec)
+    # A bf16 product holds the query and any fp8 value exactly. Triton's interpreter miscomputes those.
+    dtype = tl.float32 if interpreted else tl.bfloat16
     return {
         "NUM_HEADS": spec.num_heads,
         "SEQLEN_Q": spec.seqlen_q,
         "D": spec.kv_lora_rank,
         "R": spec.qk_rope_head_dim,
         "PAGE_SIZE": spec.page_size,
-        "BLOCK_R": rows,
-        "HAS_SCALE": fp8_values,
+        "BLOCK_R": BLOCK_R,
+        "HAS_SCALE": spec.kv_format.has_scale,
         "HAS_GROUP_SCALES": spec.kv_format is KVFormat.FP8_DS_MLA,
         "DECODE_FNUZ": spec.kv_format is KVFormat.FP8_E4M3FNUZ and target != "gfx942",
-        "SCORE_DTYPE": score,
-        "VALUE_DTYPE": value,
-        "num_warps": 4 if rows == 16 else 8,
+        "CHUNK": min(DS_MLA_GROUP, spec.kv_lora_rank),
+        "DTYPE": dtype,
+        "num_warps": 8,
         "num_stages": 1 if target == "gfx942" else 2,
     }
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from streamla.plan import LENGTH_CLAMPED, LENGTH_NEGATIVE, WORK_FIELDS, DecodePlan
+from streamla.plan import LENGTH_CLAMPED, LENGTH_NEGATIVE, WORK_FIELDS, CostModel, DecodePlan
 
 NEGATIVE: tl.constexpr = tl.constexpr(LENGTH_NEGATIVE)
 CLAMPED: tl.constexpr = tl.constexpr(LENGTH_CLAMPED)
@@ -108,11 +108,6 @@ def mla_plan_kernel(
     lane = tl.arange(0, BLOCK_P)
     if b == 0:
         write_status(cache_seqlens, status, counters, batch, max_seqlen, BLOCK_B)
-    if batch == 0:
-        tl.store(split_indptr, 0)
-        tl.store(work_indptr + lane, tl.zeros([BLOCK_P], tl.int32), mask=lane <= NUM_PROGRAMS)
-        return
-
     total = tl.zeros([], tl.int64)
     start = tl.zeros([], tl.int64)  # the unit at which request b starts
     for i in range(0, batch, BLOCK_B):
@@ -208,9 +203,6 @@ def mla_plan_by_length_kernel(
         bound = p.to(tl.int64) * items // NUM_PROGRAMS
         tl.store(work_indptr + p, bound.to(tl.int32), mask=p <= NUM_PROGRAMS)
         write_empty_items(work, items, num_items, BLOCK_P)
-    if batch == 0:
-        tl.store(split_indptr, 0)
-        return
 
     seqlen = load_lengths(cache_seqlens, b, batch, max_seqlen)
     tiles = num_tiles(seqlen, TILE_N)
@@ -227,6 +219,21 @@ def mla_plan_by_length_kernel(
 NO_LIMIT = 2**31 - 1
 
 
+def compile_options(cost: CostModel, batch_invariant: bool) -> dict[str, int]:
+    """The constants of the planner's kernel."""
+    options = {
+        "TILE_N": cost.tile_n,
+        "NUM_PROGRAMS": cost.num_programs,
+        "MIN_SPLIT": cost.min_split_tiles,
+        "BLOCK_B": 256,
+        "BLOCK_P": triton.next_power_of_2(cost.num_programs + 1),
+    }
+    if batch_invariant:
+        splits = {"MAX_SPLITS": cost.max_splits, "BLOCK_S": triton.next_power_of_2(cost.max_splits)}
+        return options | splits
+    return options | {"OVERHEAD": cost.overhead_tiles}
+
+
 def plan(cache_seqlens: torch.Tensor, plan: DecodePlan) -> None:
     """Fill the buffers of `plan` for these lengths, on the current stream.
 
@@ -234,20 +241,13 @@ def plan(cache_seqlens: torch.Tensor, plan: DecodePlan) -> None:
         cache_seqlens: (batch,) int32, contiguous, on the plan's device.
         plan: buffers from `empty_plan`, whatever they hold.
     """
-    cost, batch = plan.cost, plan.batch
-    buffers = (plan.work, plan.work_indptr, plan.split_indptr, plan.status, plan.counters)
-    limit = NO_LIMIT if plan.max_seqlen is None else plan.max_seqlen
-    sizes = (batch, plan.work.shape[0], limit)
-    grid = (max(batch, 1),)
-    blocks = {"BLOCK_B": 256, "BLOCK_P": triton.next_power_of_2(cost.num_programs + 1)}
-    if plan.batch_invariant:
-        mla_plan_by_length_kernel[grid](
-            cache_seqlens, *buffers, *sizes, TILE_N=cost.tile_n, NUM_PROGRAMS=cost.num_programs,
-            MIN_SPLIT=cost.min_split_tiles, MAX_SPLITS=cost.max_splits,
-            BLOCK_S=triton.next_power_of_2(cost.max_splits), num_warps=4, **blocks,
-        )  # fmt: skip
-    else:
-        mla_plan_kernel[grid](
-            cache_seqlens, *buffers, *sizes, TILE_N=cost.tile_n, NUM_PROGRAMS=cost.num_programs,
-            OVERHEAD=cost.overhead_tiles, MIN_SPLIT=cost.min_split_tiles, num_warps=4, **blocks,
-        )  # fmt: skip
+    if plan.batch == 0:
+        for buffer in (plan.work_indptr, plan.split_indptr, plan.status, plan.counters):
+            buffer.zero_()
+        return
+    kernel = mla_plan_by_length_kernel if plan.batch_invariant else mla_plan_kernel
+    kernel[(plan.batch,)](
+        cache_seqlens, plan.work, plan.work_indptr, plan.split_indptr, plan.status, plan.counters,
+        plan.batch, plan.work.shape[0], NO_LIMIT if plan.max_seqlen is None else plan.max_seqlen,
+        num_warps=4, **compile_options(plan.cost, plan.batch_invariant),
+    )  # fmt: skip
