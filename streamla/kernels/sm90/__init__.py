@@ -1,6 +1,6 @@
 """Hopper: CUDA C++ for fp8_e4m3fn caches, compiled by NVRTC at first use.
 
-Up to 32 query rows a request go to `attention`, more to `wide`. Both take the plan of the portable planner.
+Up to 32 query rows a request go to `narrow`, more to `wide`. Both take the plan of the portable planner.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import torch
 
 from streamla.arch import Arch
 from streamla.kernels.portable.plan import plan
-from streamla.kernels.sm90 import attention as narrow
-from streamla.kernels.sm90 import wide
+from streamla.kernels.sm90 import narrow, wide
 from streamla.plan import CostModel, DecodePlan
 from streamla.spec import KVFormat, MLASpec
 
