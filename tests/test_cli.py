@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from streamla import cli
@@ -13,7 +14,8 @@ from streamla.bench import records as bench_records
 from streamla.cli import console
 from streamla.cli.app import app
 
-runner = CliRunner(env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"})
+runner = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb"})
+console.out = Console(width=100, color_system=None)  # whatever terminal the tests run in
 
 
 def invoke(*arguments):
