@@ -42,7 +42,8 @@ def plan(
         max_seqlen: lengths are cut to this many tokens on the device, and `plan.status` says so. Give
             the page table's width in tokens, and no length can lead past the table.
         batch_invariant: cut each request by its own length alone, so that its bits do not depend on the
-            rest of the batch. Costs balance, and `cost.max_splits` partial slots a request.
+            rest of the batch. Costs balance, and up to `cost.max_splits` partial slots a request (fewer
+            with a small `max_seqlen`).
         impl: "auto" or an implementation's name; see `support`.
         out: a plan of the same batch size, spec and options, whose buffers are filled again.
 
@@ -58,6 +59,7 @@ def plan(
     batch, device = cache_seqlens.shape[0], cache_seqlens.device
     if out is None:
         chosen, *cost = _choose(spec, device, impl)
+        checks.check_workspace(batch, spec, CostModel(*cost), max_seqlen, batch_invariant)
         out = empty_plan(
             batch, spec, chosen, CostModel(*cost), device, max_seqlen, batch_invariant
         )  # fmt: skip
@@ -67,12 +69,15 @@ def plan(
     return out
 
 
-@torch.compiler.assume_constant_result
 def _choose(spec: MLASpec, device: torch.device, impl: str) -> tuple[str, int, int, int, int, int]:
     """The implementation's name and its cost model, as constants that a compiled graph can hold."""
     arch = arch_of(device)
     chosen = select(spec, arch, impl)
     return chosen.name, *dataclasses.astuple(chosen.load().cost_model(spec, arch))
+
+
+# What torch.compiler.assume_constant_result does, without its import of the whole compiler.
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_reused(

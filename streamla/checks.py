@@ -11,9 +11,10 @@ import os
 
 import torch
 
-from streamla.plan import DecodePlan
+from streamla.plan import CostModel, DecodePlan, workspace_bytes
 from streamla.spec import KVFormat, MLASpec
 
+WORKSPACE_LIMIT = 4 << 30
 LSE_SCALE = {"e": 1.0, "2": math.log2(math.e)}
 
 
@@ -49,6 +50,18 @@ def check_written(name: str, t: torch.Tensor) -> None:
 def check_int(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}: need an int >= {least}; got {value!r}")
+
+
+def check_workspace(
+    batch: int, spec: MLASpec, cost: CostModel, max_seqlen: int | None, batch_invariant: bool
+) -> None:
+    """Only batch-invariant plans can ask for much: the others' slots are bounded by the programs."""
+    needed = workspace_bytes(batch, spec, cost, batch_invariant, max_seqlen)
+    if needed > WORKSPACE_LIMIT:
+        raise ValueError(
+            f"batch_invariant: need partial slots of at most {WORKSPACE_LIMIT >> 30} GiB; {batch} requests "
+            f"of {spec.rows} query rows ask for {needed / 2**30:.1f} GiB: give a smaller max_seqlen or batch"
+        )
 
 
 def check_lengths(cache_seqlens: torch.Tensor, max_seqlen: int | None) -> None:

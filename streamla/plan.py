@@ -59,7 +59,7 @@ class DecodePlan:
         batch: requests. Fixed: a captured graph serves this many rows (empty ones included).
         max_seqlen: lengths are cut to this many tokens (a page table's width); None for no limit.
         batch_invariant: split points depend on a request's own length only.
-        work: (batch * k + num_programs, 8) int32, columns WORK_FIELDS.
+        work: (num_items, 8) int32, columns WORK_FIELDS.
         work_indptr: (num_programs + 1,) int32.
         split_indptr: (batch + 1,) int32; slots [split_indptr[b], split_indptr[b + 1]) are request b's,
             none if the request was not split.
@@ -88,21 +88,42 @@ class DecodePlan:
         return self.work.device
 
 
-def num_items_capacity(batch: int, cost: CostModel, batch_invariant: bool) -> int:
-    """Rows of `work` that any lengths fit in."""
+def num_items_capacity(
+    batch: int, cost: CostModel, batch_invariant: bool, max_seqlen: int | None = None
+) -> int:
+    """Rows of `work` that any lengths (up to max_seqlen) fit in."""
     if batch_invariant:
-        return batch * cost.max_splits
+        return batch * _most_splits(cost, max_seqlen)
     # Every request is one item, and every cut between two programs makes one more.
     return batch + cost.num_programs - 1 if batch else 0
 
 
-def num_slots_capacity(batch: int, cost: CostModel, batch_invariant: bool) -> int:
-    """Partial slots that any lengths fit in."""
+def num_slots_capacity(
+    batch: int, cost: CostModel, batch_invariant: bool, max_seqlen: int | None = None
+) -> int:
+    """Partial slots that any lengths (up to max_seqlen) fit in."""
     if batch_invariant:
-        return batch * cost.max_splits
+        splits = _most_splits(cost, max_seqlen)
+        return batch * splits if splits > 1 else 0
     cuts = cost.num_programs - 1
     # A request with k cuts has k + 1 pieces, and at most every cut is in a request of its own.
     return min(2 * cuts, batch + cuts) if batch else 0
+
+
+def _most_splits(cost: CostModel, max_seqlen: int | None) -> int:
+    """Pieces of the longest request of a batch-invariant plan."""
+    if max_seqlen is None:
+        return cost.max_splits
+    tiles = max(1, -(-max_seqlen // cost.tile_n))
+    return min(cost.max_splits, -(-tiles // cost.min_split_tiles))
+
+
+def workspace_bytes(
+    batch: int, spec: MLASpec, cost: CostModel, batch_invariant: bool, max_seqlen: int | None
+) -> int:
+    """Bytes of the partial slots, out_partial and lse_partial together."""
+    slots = num_slots_capacity(batch, cost, batch_invariant, max_seqlen)
+    return slots * spec.rows * (spec.kv_lora_rank + 1) * 4
 
 
 def empty_plan(
@@ -115,8 +136,8 @@ def empty_plan(
     batch_invariant: bool = False,
 ) -> DecodePlan:
     """A plan whose buffers are allocated and not yet filled."""
-    items = num_items_capacity(batch, cost, batch_invariant)
-    slots = num_slots_capacity(batch, cost, batch_invariant)
+    items = num_items_capacity(batch, cost, batch_invariant, max_seqlen)
+    slots = num_slots_capacity(batch, cost, batch_invariant, max_seqlen)
     int32 = {"dtype": torch.int32, "device": device}
     float32 = {"dtype": torch.float32, "device": device}
     rows = (slots, spec.seqlen_q, spec.num_heads)

@@ -47,15 +47,20 @@ def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
 
 
 @triton.jit
-def row_offset(request, row, stride_b, stride_s, stride_h, NUM_HEADS: tl.constexpr):
+def row_offset(
+    request, row, stride_b, stride_s, stride_h, NUM_HEADS: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Element offset of query row `row` in a (batch, seqlen_q, num_heads, *) tensor."""
-    return request * stride_b + (row // NUM_HEADS) * stride_s + (row % NUM_HEADS) * stride_h
+    offset = request * stride_b + (row // NUM_HEADS) * stride_s + (row % NUM_HEADS) * stride_h
+    # A hint holds only on the result of an operation that stays: it is lost on an argument or a call.
+    return tl.multiple_of(offset, 8 if ALIGNED else 1)
 
 
 @triton.jit
-def load_rows(rows, row_bytes, mask, WIDTH: tl.constexpr):
+def load_rows(rows, row_bytes, mask, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
     """(tokens, WIDTH) values of `rows`, each row `row_bytes` after the first; 0 where masked."""
-    offset = row_bytes // (rows.dtype.element_ty.primitive_bitwidth // 8)
+    ITEM: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth // 8
+    offset = tl.multiple_of(row_bytes // ITEM, 16 // ITEM if ALIGNED else 1)
     column = tl.arange(0, WIDTH)
     return tl.load(rows + offset[:, None] + column[None, :], mask=mask[:, None], other=0.0)
 
@@ -91,8 +96,7 @@ def dot(a, b, acc, DTYPE: tl.constexpr):
         "out_b", "out_s", "out_h", "lse_b", "lse_s", "lse_h", "softmax_scale_log2", "lse_scale",
     ],
     do_not_specialize_on_alignment=[
-        "q_nope", "q_pe", "latents", "ropes", "group_scales", "k_scale", "page_table",
-        "out", "lse", "out_partial", "lse_partial", "work", "work_indptr",
+        "group_scales", "k_scale", "page_table", "lse", "lse_partial", "work", "work_indptr",
     ],
 )  # fmt: skip
 def mla_attention_kernel(
@@ -115,10 +119,6 @@ def mla_attention_kernel(
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One program runs its items of the plan for one row tile."""
-    if ALIGNED:  # 16-byte loads
-        latents, ropes = tl.multiple_of(latents, 16), tl.multiple_of(ropes, 16)
-        page_bytes, token_bytes = tl.multiple_of(page_bytes, 16), tl.multiple_of(token_bytes, 16)
-
     ROWS: tl.constexpr = NUM_HEADS * SEQLEN_Q
     program = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -138,8 +138,8 @@ def mla_attention_kernel(
         end, seqlen = tl.load(work + item * 8 + 2), tl.load(work + item * 8 + 3)
         slot = tl.load(work + item * 8 + 4)
 
-        q_base = q_nope + row_offset(request, row, q_b, q_s, q_h, NUM_HEADS)
-        pe_base = q_pe + row_offset(request, row, pe_b, pe_s, pe_h, NUM_HEADS)
+        q_base = q_nope + row_offset(request, row, q_b, q_s, q_h, NUM_HEADS, ALIGNED)
+        pe_base = q_pe + row_offset(request, row, pe_b, pe_s, pe_h, NUM_HEADS, ALIGNED)
         query_pe = tl.load(pe_base[:, None] + r[None, :], mask=is_row[:, None], other=0.0)
         pages = page_table + request * page_table_b
 
@@ -155,9 +155,13 @@ def mla_attention_kernel(
             token = tile + n
             is_token = token < end
             page = tl.load(pages + token // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
-            row_bytes = page * page_bytes + (token % PAGE_SIZE) * token_bytes
+            page_base, token_base = page * page_bytes, (token % PAGE_SIZE) * token_bytes
+            if ALIGNED:  # 16-byte loads
+                page_base = tl.multiple_of(page_base, 16)
+                token_base = tl.multiple_of(token_base, 16)
+            row_bytes = page_base + token_base
 
-            rope = load_rows(ropes, row_bytes, is_token, R)
+            rope = load_rows(ropes, row_bytes, is_token, R, ALIGNED)
             if DECODE_FNUZ:
                 rope = decode_fnuz(rope)
             scores = tl.zeros([BLOCK_R, TILE_N], tl.float32)
@@ -167,7 +171,7 @@ def mla_attention_kernel(
                 query = tl.load(
                     q_base[:, None] + (c + chunk)[None, :], mask=is_row[:, None], other=0.0
                 )
-                key = load_rows(latents + c, row_bytes, is_token, CHUNK)
+                key = load_rows(latents + c, row_bytes, is_token, CHUNK, ALIGNED)
                 if DECODE_FNUZ:
                     key = decode_fnuz(key)
                 if HAS_GROUP_SCALES:
@@ -179,11 +183,11 @@ def mla_attention_kernel(
             seen = (token[None, :] < limit[:, None]) & is_token[None, :]
             scores = tl.where(seen, scores * score_scale, -float("inf"))
 
-            value = load_rows(latents, row_bytes, is_token, D)
+            value = load_rows(latents, row_bytes, is_token, D, ALIGNED)
             if DECODE_FNUZ:
                 value = decode_fnuz(value)
             if HAS_GROUP_SCALES:
-                scales = load_rows(group_scales, row_bytes, is_token, D // GROUP)
+                scales = load_rows(group_scales, row_bytes, is_token, D // GROUP, ALIGNED)
                 value = rescale_groups(value, scales, TILE_N, D)
 
             m_new = tl.maximum(m, tl.max(scores, 1))
@@ -213,11 +217,11 @@ def mla_attention_kernel(
         values = acc * (value_scale / denom)[:, None]
         log_mass = (m + tl.log2(denom)) * LN2
         if slot < 0:
-            out_base = out + row_offset(request, row, out_b, out_s, out_h, NUM_HEADS)
+            out_base = out + row_offset(request, row, out_b, out_s, out_h, NUM_HEADS, ALIGNED)
             tl.store(
                 out_base[:, None] + d[None, :], values.to(out.dtype.element_ty), is_row[:, None]
             )
-            lse_base = lse + row_offset(request, row, lse_b, lse_s, lse_h, NUM_HEADS)
+            lse_base = lse + row_offset(request, row, lse_b, lse_s, lse_h, NUM_HEADS, False)
             tl.store(lse_base, log_mass * lse_scale, is_row)
         else:
             partial = slot.to(tl.int64) * ROWS + row
@@ -284,6 +288,8 @@ def attention(
         for address in (
             kv_cache.stride(0) * item, kv_cache.stride(1) * item,
             latents.data_ptr(), ropes.data_ptr(),
+            *(t.data_ptr() for t in (q_nope, q_pe, out)),
+            *(2 * stride for t in (q_nope, q_pe, out) for stride in t.stride()[:3]),
         )
     )  # fmt: skip
     mla_attention_kernel[plan.cost.num_programs, num_row_tiles(spec)](

@@ -51,16 +51,16 @@ def _attention(spec: MLASpec, target: str, arch: Arch) -> TritonVariant:
     }
     i64 = "i64"
     signature = {
-        "q_nope": "*bf16", "q_b": i64, "q_s": i64, "q_h": i64,
-        "q_pe": "*bf16", "pe_b": i64, "pe_s": i64, "pe_h": i64,
-        "latents": stored, "ropes": rope, "group_scales": "*fp32",
+        "q_nope": "*bf16:16", "q_b": i64, "q_s": i64, "q_h": i64,
+        "q_pe": "*bf16:16", "pe_b": i64, "pe_s": i64, "pe_h": i64,
+        "latents": stored + ":16", "ropes": rope + ":16", "group_scales": "*fp32",
         "page_bytes": i64, "token_bytes": i64,
         "k_scale": "*fp32",
         "page_table": "*i32", "page_table_b": i64,
         "work": "*i32", "work_indptr": "*i32",
-        "out": "*bf16", "out_b": i64, "out_s": i64, "out_h": i64,
+        "out": "*bf16:16", "out_b": i64, "out_s": i64, "out_h": i64,
         "lse": "*fp32", "lse_b": i64, "lse_s": i64, "lse_h": i64,
-        "out_partial": "*fp32", "lse_partial": "*fp32",
+        "out_partial": "*fp32:16", "lse_partial": "*fp32",
         "softmax_scale_log2": "fp32", "lse_scale": "fp32",
     }  # fmt: skip
     name = f"{spec.kv_format.value}-h{spec.num_heads}-q{spec.seqlen_q}-p{spec.page_size}"
@@ -76,9 +76,9 @@ def _attention(spec: MLASpec, target: str, arch: Arch) -> TritonVariant:
 
 def _merge() -> TritonVariant:
     signature = {
-        "out": "*bf16", "out_b": "i64", "out_s": "i64", "out_h": "i64",
+        "out": "*bf16:16", "out_b": "i64", "out_s": "i64", "out_h": "i64",
         "lse": "*fp32", "lse_b": "i64", "lse_s": "i64", "lse_h": "i64",
-        "out_partial": "*fp32", "lse_partial": "*fp32", "split_indptr": "*i32",
+        "out_partial": "*fp32:16", "lse_partial": "*fp32", "split_indptr": "*i32",
         "lse_scale": "fp32",
     }  # fmt: skip
     constants = {"NUM_HEADS": 16, "ROWS": 16, "D": 512}
