@@ -153,6 +153,16 @@ def facts_of_cubin(
         path.write_bytes(cubin)
         usage = _cuobjdump("--dump-resource-usage", path)
         sass = _cuobjdump("--dump-sass", path)
+    return read_sm90(
+        usage, sass, variant=variant, kernel=kernel, threads=threads,
+        dynamic_shared_bytes=dynamic_shared_bytes,
+    )  # fmt: skip
+
+
+def read_sm90(
+    usage: str, sass: str, *, variant: str, kernel: str, threads: int, dynamic_shared_bytes: int
+) -> KernelFacts:
+    """Facts of the entry `kernel` from the two listings of cuobjdump."""
     found = re.search(rf"Function {re.escape(kernel)}:\s*\n?\s*(.*)", usage)
     code = re.search(rf"Function : {re.escape(kernel)}\n(.*?)(?=\n\s*Function : |\Z)", sass, re.S)
     if found is None or code is None:
