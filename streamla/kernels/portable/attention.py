@@ -21,6 +21,7 @@ import triton.language as tl
 
 from streamla.arch import Arch, arch_of
 from streamla.plan import CostModel, DecodePlan
+from streamla.runtime.capture import require_compiled
 from streamla.spec import DS_MLA_GROUP, KVFormat, MLASpec
 
 LN2: tl.constexpr = tl.constexpr(math.log(2.0))
@@ -292,6 +293,8 @@ def attention(
             *(2 * stride for t in (q_nope, q_pe, out) for stride in t.stride()[:3]),
         )
     )  # fmt: skip
+    options |= {"TILE_N": plan.cost.tile_n, "CAUSAL": causal, "ALIGNED": aligned}
+    require_compiled(out.device, "mla_attention_kernel", *options.values())
     mla_attention_kernel[plan.cost.num_programs, num_row_tiles(spec)](
         q_nope, *q_nope.stride()[:3],
         q_pe, *q_pe.stride()[:3],
@@ -303,5 +306,5 @@ def attention(
         lse, *lse.stride(),
         plan.out_partial, plan.lse_partial,
         softmax_scale / math.log(2.0), lse_scale,
-        TILE_N=plan.cost.tile_n, CAUSAL=causal, ALIGNED=aligned, **options,
+        **options,
     )  # fmt: skip

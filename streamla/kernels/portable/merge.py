@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from streamla.plan import DecodePlan
+from streamla.runtime.capture import require_compiled
 
 LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))
 BLOCK_D = 64
@@ -89,6 +90,8 @@ def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: flo
     if plan.batch == 0:
         return
     block_d = min(BLOCK_D, spec.kv_lora_rank)
+    shape = (spec.num_heads, spec.rows, spec.kv_lora_rank)
+    require_compiled(out.device, "mla_merge_kernel", *shape)
     mla_merge_kernel[plan.batch, spec.rows, spec.kv_lora_rank // block_d](
         out, *out.stride()[:3],
         lse, *lse.stride(),

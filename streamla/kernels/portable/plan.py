@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from streamla.plan import LENGTH_CLAMPED, LENGTH_NEGATIVE, WORK_FIELDS, CostModel, DecodePlan
+from streamla.runtime.capture import require_compiled
 
 NEGATIVE: tl.constexpr = tl.constexpr(LENGTH_NEGATIVE)
 CLAMPED: tl.constexpr = tl.constexpr(LENGTH_CLAMPED)
@@ -245,9 +246,11 @@ def plan(cache_seqlens: torch.Tensor, plan: DecodePlan) -> None:
         for buffer in (plan.work_indptr, plan.split_indptr, plan.status, plan.counters):
             buffer.zero_()
         return
+    options = compile_options(plan.cost, plan.batch_invariant)
+    require_compiled(cache_seqlens.device, "mla_plan_kernel", *options.values())
     kernel = mla_plan_by_length_kernel if plan.batch_invariant else mla_plan_kernel
     kernel[(plan.batch,)](
         cache_seqlens, plan.work, plan.work_indptr, plan.split_indptr, plan.status, plan.counters,
         plan.batch, plan.work.shape[0], NO_LIMIT if plan.max_seqlen is None else plan.max_seqlen,
-        num_warps=4, **compile_options(plan.cost, plan.batch_invariant),
+        num_warps=4, **options,
     )  # fmt: skip
