@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -60,11 +61,23 @@ class MLASpec:
     """
 
     num_heads: int
-    kv_format: KVFormat | str = KVFormat.BF16
+    kv_format: KVFormat = KVFormat.BF16
     page_size: int = 64
     seqlen_q: int = 1
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
+
+    if TYPE_CHECKING:  # a name is taken for the format, and is a KVFormat from then on
+
+        def __init__(
+            self,
+            num_heads: int,
+            kv_format: KVFormat | str = ...,
+            page_size: int = ...,
+            seqlen_q: int = ...,
+            kv_lora_rank: int = ...,
+            qk_rope_head_dim: int = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         try:

@@ -118,10 +118,10 @@ def summary_lines(records: Sequence[Record]) -> list[str]:
     """Geometric mean of x floor, and the spread among shapes of equal bytes, for each candidate."""
     lines = []
     for impl in dict.fromkeys(r.impl for r in records):
-        timed = [r for r in records if r.impl == impl and r.x_floor and r.us]
+        timed = [r for r in records if r.impl == impl and r.x_floor]
         if not timed:
             continue
-        geomean = math.exp(sum(math.log(r.x_floor) for r in timed) / len(timed))  # type: ignore[arg-type]
+        geomean = math.exp(sum(math.log(r.x_floor or 1) for r in timed) / len(timed))
         line = f"{impl}: geometric mean {geomean:.2f}x the read floor over {len(timed)} shapes"
         spread = same_work_spread(timed)
         if spread:

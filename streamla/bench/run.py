@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -91,8 +92,8 @@ def _measure(
             ready[candidate.name] = prepared
     if not ready:
         return records
-    calls = {
-        name: [_bind(prepared.call, region) for region in range(inputs.regions)]
+    calls: dict[str, list[Callable[[], None]]] = {
+        name: [partial(prepared.call, region) for region in range(inputs.regions)]
         for name, prepared in ready.items()
     }
     if device.type == "cuda":
@@ -161,15 +162,14 @@ def _judged(record: Record, checked: Checked, when: str) -> tuple[Record, bool]:
         return record, True
     what = f"error {checked.error:.1e} is {checked.budget_used:.1f} times its budget"
     note = f"no time: {what if error is not None else 'the output is not finite'}{when}"
-    times = dict.fromkeys(("us", "us_p25", "us_p75", "us_eager", "x_floor", "gbps"))
-    return replace(record, note=note, **times), False
+    record = replace(record, us=None, us_p25=None, us_p75=None, us_eager=None)
+    return replace(record, x_floor=None, gbps=None, note=note), False
 
 
 def _floor_calls(inputs: Inputs, arch: Arch, device: torch.device) -> list[Callable[[], None]]:
     folded = floor.folded_buffer(arch.units, device)
-    calls = [lambda words=words: floor.read(words, folded) for words in inputs.region_words]
-    calls[0]()  # compiles
-    return calls
+    floor.read(inputs.region_words[0], folded)  # compiles
+    return [partial(floor.read, words, folded) for words in inputs.region_words]
 
 
 def _plan_times(plans: dict[str, Callable[[], None]]) -> dict[str, float]:
@@ -178,10 +178,6 @@ def _plan_times(plans: dict[str, Callable[[], None]]) -> dict[str, float]:
     return (
         {name: t.us for name, t in timing.time_graphs(calls, repeats=11).items()} if calls else {}
     )
-
-
-def _bind(call: Callable[[int], None], region: int) -> Callable[[], None]:
-    return lambda: call(region)
 
 
 def roof(workload: Workload, arch: Arch) -> str | None:

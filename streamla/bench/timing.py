@@ -34,10 +34,9 @@ class Times:
 
 def summary(samples: Sequence[float]) -> Times:
     """Median and quartiles."""
-    quartiles = torch.tensor(samples, dtype=torch.float64).quantile(
-        torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)
-    )
-    return Times(*quartiles.tolist(), len(samples))
+    values = torch.tensor(samples, dtype=torch.float64)
+    us, p25, p75 = (float(values.quantile(q)) for q in (0.5, 0.25, 0.75))
+    return Times(us, p25, p75, len(samples))
 
 
 def time_graphs(calls: Calls, repeats: int | None = None) -> dict[str, Times]:

@@ -12,6 +12,8 @@ import typer
 from streamla.cli import console
 
 if TYPE_CHECKING:
+    import torch
+
     from streamla.arch import Arch
     from streamla.bench.workloads import Workload
     from streamla.plan import CostModel, DecodePlan
@@ -128,8 +130,17 @@ def _on_cpu(plan: DecodePlan) -> DecodePlan:
     """The plan with index tables on the CPU; the partials stay without memory."""
     import torch
 
-    tables = ("work", "work_indptr", "split_indptr", "status", "counters")
-    return replace(plan, **{t: torch.empty_like(getattr(plan, t), device="cpu") for t in tables})
+    def table(name: str) -> torch.Tensor:
+        return torch.empty_like(getattr(plan, name), device="cpu")
+
+    return replace(
+        plan,
+        work=table("work"),
+        work_indptr=table("work_indptr"),
+        split_indptr=table("split_indptr"),
+        status=table("status"),
+        counters=table("counters"),
+    )
 
 
 def _facts(plan: DecodePlan, workload: Workload, arch: Arch) -> PlanFacts:
