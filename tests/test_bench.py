@@ -155,8 +155,13 @@ def nan_in_a_request_that_is_not_sampled(out, calls):
     out[0] = torch.nan
 
 
+def wrong_once(out, calls):
+    if calls == 5:
+        out.mul_(1.05)
+
+
 def wrong_only_later(out, calls):
-    if calls > 1:
+    if calls > check.CHECKED_CALLS:
         out.mul_(1.05)
 
 
@@ -165,6 +170,7 @@ def wrong_only_later(out, calls):
     [
         (scale_output, "times its budget"),
         (nan_in_a_request_that_is_not_sampled, "not finite"),
+        (wrong_once, "times its budget"),
         (wrong_only_later, "after replay"),
     ],
 )

@@ -13,6 +13,7 @@ from streamla import cli
 from streamla.bench import records as bench_records
 from streamla.cli import console
 from streamla.cli.app import app
+from streamla.cli.bench import _command
 
 runner = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb"})
 console.out = Console(width=100, color_system=None)  # whatever terminal the tests run in
@@ -124,6 +125,18 @@ def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys, arguments, s
     assert said in error
     assert "Traceback" not in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (["bench", "--json", "/a/b.json", "--heads", "8"], "streamla bench --heads 8"),
+        (["bench", "--trace=/a/t.jsonl", "--json=/a/b.json"], "streamla bench --trace=t.jsonl"),
+        (["bench", "--trace", "../a/t.jsonl"], "streamla bench --trace t.jsonl"),
+    ],
+)
+def test_the_recorded_command_has_no_folders(arguments, kept):
+    assert _command(arguments) == kept
 
 
 def test_integers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from streamla.testing.canary import Canaries
 from streamla.testing.cases import Case
 
 CHECKED_REQUESTS = 3
+CHECKED_CALLS = 8  # a race shows in one call and not in the next
 # For candidates that round the query or the cache to fp8: FlashMLA with an fp8 query measured 3.7e-2.
 ROUNDED_BUDGET = 8e-2
 
@@ -76,6 +78,17 @@ class Oracle:
                 softmax_scale=inputs.softmax_scale,
             )
         )
+
+    def check_calls(self, call: Callable[[], None], out: torch.Tensor, exact: bool) -> Checked:
+        """The worst of several calls, each over an `out` full of NaN; one wrong call is enough."""
+        worst = Checked(0.0, 0.0, self.requests)
+        for _ in range(CHECKED_CALLS):
+            out.fill_(torch.nan)
+            call()
+            worst = max(worst, self.check(out, exact), key=lambda checked: checked.budget_used)
+            if not worst.budget_used <= 1:
+                break
+        return worst
 
     def check(self, out: torch.Tensor, exact: bool) -> Checked:
         """Compare `out`, a result for the last region. Every request must be finite, sampled or not."""

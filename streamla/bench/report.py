@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from statistics import median
 
 from rich import box
 from rich.table import Table
@@ -109,7 +110,8 @@ def notes(records: Iterable[Record]) -> list[str]:
     reasons: dict[str, int] = {}
     for r in records:
         if r.note:
-            text = f"{r.impl}: {r.note}"
+            where = f", {shape_text(r)}" if r.checked else ""
+            text = f"{r.impl}{where}: {r.note}"
             reasons[text] = reasons.get(text, 0) + 1
     return [f"{text}" + (f" ({n} shapes)" if n > 1 else "") for text, n in reasons.items()]
 
@@ -122,10 +124,14 @@ def summary_lines(records: Sequence[Record]) -> list[str]:
         if not timed:
             continue
         geomean = math.exp(sum(math.log(r.x_floor or 1) for r in timed) / len(timed))
-        line = f"{impl}: geometric mean {geomean:.2f}x the read floor over {len(timed)} shapes"
+        shapes = f"{len(timed)} shape{'s' if len(timed) > 1 else ''}"
+        line = f"{impl}: geometric mean {geomean:.2f}x the read floor over {shapes}"
         spread = same_work_spread(timed)
         if spread:
             line += f"; shapes of the same bytes differ by up to {spread:.2f}x"
+        plans = [r.plan_us for r in timed if r.plan_us]
+        if plans:
+            line += f"; plan {median(plans):.1f} us, once a step"
         lines.append(line)
     return lines
 

@@ -141,15 +141,15 @@ def _check(
     if refusal:
         return replace(record, note=refusal), None
     prepared = candidate.prepare(inputs)
-    prepared.out.fill_(torch.nan)
-    prepared.call(inputs.regions - 1)
+    last = partial(prepared.call, inputs.regions - 1)
+    checked = oracle.check_calls(last, prepared.out, candidate.exact)
     record = replace(
         record,
         programs=prepared.programs,
         programs_busy=prepared.programs_busy,
         splits=prepared.splits,
     )
-    record, right = _judged(record, oracle.check(prepared.out, candidate.exact), "")
+    record, right = _judged(record, checked, "")
     return record, prepared if right else None
 
 

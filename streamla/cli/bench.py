@@ -141,7 +141,12 @@ def _fit(workloads: list[Workload], scale: int) -> list[Workload]:
 
     if scale == 1:
         return workloads
-    return [w for w in scaled_down(workloads, scale) if w.tokens <= CPU_MAX_TOKENS]
+    small = [w for w in scaled_down(workloads, scale) if w.tokens <= CPU_MAX_TOKENS]
+    if not small:
+        raise ValueError(
+            f"bench: without a GPU no shape of these is small enough ({CPU_MAX_TOKENS} tokens)"
+        )
+    return small
 
 
 def _run(
@@ -178,7 +183,7 @@ def _run(
             on_record=lambda r: console.advance(bar, f"{r.impl}, {shape_text(r)}"),
         )  # fmt: skip
     return Results(
-        command=shlex.join(["streamla", *sys.argv[1:]]),
+        command=_command(sys.argv[1:]),
         device=device.type,
         gpu=torch.cuda.get_device_name(device) if cuda else None,
         torch=torch.__version__,
@@ -191,6 +196,22 @@ def _run(
         gpu_state=state,
         traffic=traffic,
     )
+
+
+def _command(arguments: list[str]) -> str:
+    """The command as another machine would give it: no output, and no folder of the trace."""
+    kept: list[str] = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if kept and kept[-1] == "--trace":
+            argument = Path(argument).name
+        elif name == "--trace" and equals:
+            argument = f"{name}={Path(value).name}"
+        if kept and kept[-1] == "--json":
+            kept.pop()
+        elif not argument.startswith("--json="):
+            kept.append(argument)
+    return shlex.join(["streamla", *kept])
 
 
 def _save(results: Results, path: Path) -> None:
