@@ -269,12 +269,14 @@ def test_launch(source, how):
 @pytest.mark.gpu
 def test_launch_follows_the_current_stream(source):
     kernel = gpu_kernel(source)
-    kernel.load()  # compiling would take longer than the sleep
     x = torch.ones(1024, device="cuda")
+    # Loading a kernel, ours or torch's, may wait for the whole device.
+    kernel.load()
+    assert x.sum().item() == 1024
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(20_000_000)
+        torch.cuda._sleep(200_000_000)
         kernel.launch(8, x.data_ptr(), 1024, 0, 2.0)
     assert x.sum().item() == 1024, "the launch did not wait behind the side stream's work"
     side.synchronize()
