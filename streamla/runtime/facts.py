@@ -100,6 +100,10 @@ class KernelFacts:
 
 # --- occupancy
 
+# sm_90 gives a program 1 KB of shared memory more than it asks for. ptxas counts it as the program's own,
+# `KernelFacts.shared_bytes` does not.
+_RESERVED_SHARED_SM90 = 1024
+
 
 def occupancy_sm90(threads: int, registers: int, shared_bytes: int) -> tuple[int, str]:
     """Programs an SM and what limits them.
@@ -110,7 +114,7 @@ def occupancy_sm90(threads: int, registers: int, shared_bytes: int) -> tuple[int
     """
     warps = -(-threads // 32)
     by_registers = _divide(4 * (16384 // _round_up(max(registers, 1) * 32, 256)), warps)
-    by_shared = _divide(228 << 10, _round_up(shared_bytes + 1024, 128))
+    by_shared = _divide(228 << 10, _round_up(shared_bytes + _RESERVED_SHARED_SM90, 128))
     return _least(registers=by_registers, shared=by_shared, threads=64 // warps, slots=32)
 
 
@@ -170,7 +174,8 @@ def read_sm90(
         raise ValueError(f"kernel: need one of {names}; got {kernel!r}")
     resources = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", found[1])}
     opcodes = count_sass(code[1])
-    shared_bytes = resources["SHARED"] + dynamic_shared_bytes
+    static_shared_bytes = max(0, resources["SHARED"] - _RESERVED_SHARED_SM90)
+    shared_bytes = static_shared_bytes + dynamic_shared_bytes
     programs, limit = occupancy_sm90(threads, resources["REG"], shared_bytes)
     return KernelFacts(
         variant=variant,
