@@ -73,7 +73,7 @@ def test_same_name_other_grid(tmp_path):
     r = report(b.write(tmp_path / "t.json"), heads=16)
     assert [g.programs for g in r.groups] == [8, 256]
     assert (
-        "8 requests x 1 head groups x 1 splits = 8 programs" in finding(r, "parallelism").arithmetic
+        "8 requests x 1 head group x 1 split = 8 programs" in finding(r, "parallelism").arithmetic
     )
 
 

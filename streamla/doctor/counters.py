@@ -86,7 +86,7 @@ def traffic(c: Counted, workload: Workload) -> Finding | None:
         _line(c),
         f"{workload.total} tokens x {ROW_BYTES[kv]} B = {must / 1e9:.3f} GB must move; "
         f"{c.read_bytes / 1e9:.3f} GB did",
-        max(0.0, 1 - 1 / ratio) if ratio else None,
+        1 - 1 / ratio if ratio > 1.05 else None,
     )
 
 

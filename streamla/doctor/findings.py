@@ -16,6 +16,12 @@ from streamla.doctor.workload import ROW_BYTES, Gpu, Workload
 MIN_WASTE = 0.05
 MERGE_SHARE = 0.15
 MIN_GAP_NS = 1000
+SAME_TIME = 1.4  # time that grows less than this while tokens grow 3x and more does not follow them
+
+
+def count(n: int, what: str) -> str:
+    """A number and its noun."""
+    return f"{n} {what}" + ("" if n == 1 else "s")
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ def pad(group: Group) -> Finding | None:
         "padding",
         f"{waste:.0%} of every matrix multiply is padding: {kernel.short} was built for another shape.",
         group.evidence,
-        f"{tile}; {w.heads} heads x {w.q_len} query row{'s' * (w.q_len > 1)} = {real} rows are real: "
+        f"{tile}; {w.heads} heads x {count(w.q_len, 'query row')} = {real} rows are real: "
         f"1 - {real}/{rows} = {waste:.0%}",
         waste,
     )
@@ -76,7 +82,8 @@ def _most_programs(group: Group) -> tuple[int, str] | None:
     groups = -(-(w.heads or kernel.tile_heads) // kernel.tile_heads)
     return (
         AITER_SPLIT_CAP * w.requests * groups,
-        f"not persistent: at most {AITER_SPLIT_CAP} splits x {w.requests} requests x {groups} groups of heads",
+        f"not persistent: at most {AITER_SPLIT_CAP} splits x {count(w.requests, 'request')} x "
+        f"{count(groups, 'head group')}",
     )
 
 
@@ -87,7 +94,7 @@ def parallel(group: Group, gpu: Gpu | None) -> Finding | None:
     programs, how = group.programs, ""
     if group.grid is not None:
         axes = group.kernel.grid_axes
-        named = [f"{n} {a}" for n, a in zip(group.grid, axes, strict=False)]
+        named = [count(n, a) for n, a in zip(group.grid, axes, strict=False)]
         how = f"grid {' x '.join(named) if named else ' x '.join(map(str, group.grid))}"
     elif bound := _most_programs(group):
         programs, how = bound
@@ -192,11 +199,12 @@ def merge(group: Group) -> Finding | None:
     waste = group.merge_ns / group.decode_ns
     if waste < MERGE_SHARE:
         return None
+    grid = "unknown grid" if group.merge_grid is None else f"grid {group.merge_grid}"
     return Finding(
         "merge",
-        f"Merging the splits takes {waste:.0%} of decode: the requests are cut finer than they are long.",
+        f"Merging the splits takes {waste:.0%} of decode: too many splits, or a merge by too few programs.",
         group.evidence,
-        f"merge {group.merge_ns / 1e3:.1f} / (attention {group.attention_ns / 1e3:.1f} + merge "
+        f"merge ({grid}) {group.merge_ns / 1e3:.1f} / (attention {group.attention_ns / 1e3:.1f} + merge "
         f"{group.merge_ns / 1e3:.1f}) us = {waste:.0%}; more than {MERGE_SHARE:.0%}",
         waste,
     )
@@ -222,33 +230,42 @@ def gap(group: Group) -> Finding | None:
 
 
 def longest(groups: list[Group]) -> Finding | None:
-    """Time that follows the longest request instead of the total: two workloads of one kernel tell."""
+    """Time that follows the longest request instead of the total: several workloads of one kernel tell."""
     pairs = [
         (a, b) for a in groups for b in groups
         if a is not b and a.kernel.text == b.kernel.text and a.decode_ns
         and a.workload.total and b.workload.total
     ]  # fmt: skip
-    found = filter(None, (_more_tokens(a, b) or _one_long(a, b) for a, b in pairs))
+    follows = {a.kernel.text for a, b in pairs if _grows_with_length(a, b)}
+    found = filter(
+        None, (_more_tokens(a, b, a.kernel.text in follows) or _one_long(a, b) for a, b in pairs)
+    )
     return max(found, key=lambda f: f.waste or 0.0, default=None)
 
 
-def _lengths(a: Group, b: Group) -> tuple[float, float, float]:
+def _ratios(a: Group, b: Group) -> tuple[float, float, float]:
     """Of b over a: tokens, longest request, time."""
-    wa, wb = a.workload, b.workload
-    assert wa.total and wb.total and wa.context and wb.context  # noqa: PT018
-    longest = (wb.longest or wb.context) / (wa.longest or wa.context)
-    return wb.total / wa.total, longest, b.decode_ns / a.decode_ns
+    longest_a = a.workload.longest or a.workload.context or 1
+    longest_b = b.workload.longest or b.workload.context or 1
+    tokens = (b.workload.total or 1) / (a.workload.total or 1)
+    return tokens, longest_b / longest_a, b.decode_ns / a.decode_ns
 
 
-def _more_tokens(a: Group, b: Group) -> Finding | None:
+def _grows_with_length(a: Group, b: Group) -> bool:
+    _, length, time = _ratios(a, b)
+    return length >= 2 and time >= 0.6 * length
+
+
+def _more_tokens(a: Group, b: Group, follows: bool) -> Finding | None:
     """More requests of the same length in nearly the same time: a wastes what b uses."""
-    tokens, longest_ratio, time = _lengths(a, b)
-    if tokens < 2 or abs(longest_ratio - 1) > 0.1 or time > 1 + 0.3 * (tokens - 1):
+    tokens, length, time = _ratios(a, b)
+    if tokens < 3 or abs(length - 1) > 0.1 or time > SAME_TIME:
         return None
     waste = 1 - time / tokens
+    what = "follows the longest request, not the total" if follows else "does not follow the total"
     return Finding(
         "longest",
-        f"Time follows the longest request, not the total: {tokens:.0f}x the tokens take {time:.2f}x the time.",
+        f"Time {what}: {tokens:.0f}x the tokens take {time:.2f}x the time.",
         f"{a.evidence} | {b.evidence}",
         f"{a.workload}: {a.decode_ns / 1e3:.1f} us; {b.workload}: {b.decode_ns / 1e3:.1f} us. At the pace of the "
         f"second the first would take {b.decode_ns / tokens / 1e3:.1f} us: {waste:.0%} less",
@@ -258,13 +275,13 @@ def _more_tokens(a: Group, b: Group) -> Finding | None:
 
 def _one_long(a: Group, b: Group) -> Finding | None:
     """As many tokens, but one request holds most of them: b waits for it."""
-    tokens, longest_ratio, time = _lengths(a, b)
-    if abs(tokens - 1) > 0.1 or longest_ratio < 2 or time < 1.3:
+    tokens, length, time = _ratios(a, b)
+    if abs(tokens - 1) > 0.1 or length < 2 or time < SAME_TIME:
         return None
     return Finding(
         "longest",
         f"Time follows the longest request, not the total: as many tokens take {time:.2f}x the time when one "
-        f"request is {longest_ratio:.0f}x as long as the others were.",
+        f"request is {length:.0f}x as long as the others were.",
         f"{a.evidence} | {b.evidence}",
         f"{a.workload}: {a.decode_ns / 1e3:.1f} us; {b.workload}: {b.decode_ns / 1e3:.1f} us: "
         f"1 - 1/{time:.2f} = {1 - 1 / time:.0%}",
@@ -296,17 +313,17 @@ def amdahl(timeline: Timeline, given: Workload) -> Finding | None:
 def find(
     groups: list[Group], gpu: Gpu | None, timeline: Timeline | None, given: Workload
 ) -> list[Finding]:
-    """All findings, the largest waste first. Of each kind, one a kernel: the worst."""
+    """All findings, the largest waste first. Of each kind one a kernel: where most time is wasted."""
     checks: tuple[Callable[[Group], Finding | None], ...] = (
         pad, lambda g: parallel(g, gpu), lambda g: bandwidth(g, gpu), preparing, query_dtype, merge, gap,
     )  # fmt: skip
-    worst: dict[tuple[str, str], Finding] = {}
+    worst: dict[tuple[str, str], tuple[float, Finding]] = {}
     for group in groups:
         for finding in filter(None, (check(group) for check in checks)):
-            key = (finding.id, group.kernel.text)
-            if key not in worst or (finding.waste or 0) > (worst[key].waste or 0):
-                worst[key] = finding
+            key, lost_ns = (finding.id, group.kernel.text), (finding.waste or 0.0) * group.total_ns
+            if key not in worst or lost_ns > worst[key][0]:
+                worst[key] = (lost_ns, finding)
     found: Iterable[Finding | None] = [
-        *worst.values(), longest(groups), amdahl(timeline, given) if timeline else None,
+        *(f for _, f in worst.values()), longest(groups), amdahl(timeline, given) if timeline else None,
     ]  # fmt: skip
     return sorted(filter(None, found), key=lambda f: -(f.waste if f.waste is not None else -1.0))

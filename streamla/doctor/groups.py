@@ -30,6 +30,7 @@ class Group:
     """Attributes:
     kernel, grid, workload: what the launches share.
     attention, merge, gap: durations in ns, one a launch; gap is the idle time before the kernel.
+    merge_grid: grid of the merge.
     preparing: kernels just before attention that prepare its input: name -> (role, total ns).
     before: names of the kernels that ended right before attention.
     """
@@ -39,6 +40,7 @@ class Group:
     workload: Workload
     attention: list[int] = field(default_factory=list)
     merge: list[int] = field(default_factory=list)
+    merge_grid: Shape | None = None
     gap: list[int] = field(default_factory=list)
     preparing: dict[str, tuple[str, int]] = field(default_factory=dict)
     before: set[str] = field(default_factory=set)
@@ -90,7 +92,9 @@ def _lead_up(timeline: Timeline, layer: Layer) -> Iterable[int]:
 def _add(group: Group, timeline: Timeline, layer: Layer) -> None:
     start, end = timeline.interval(layer.at)
     group.attention.append(end - start)
-    group.merge += [timeline.dur(m) for m in layer.merges]
+    for position in layer.merges:
+        group.merge.append(timeline.dur(position))
+        group.merge_grid = timeline.trace[timeline.order[position]].grid
     if layer.at > layer.begin or layer.begin > 0:
         previous = layer.at - 1
         group.gap.append(max(0, start - timeline.interval(previous)[1]))

@@ -83,7 +83,7 @@ def report(r: Report) -> str:
             _table(("layer", "window", "epilogue", "attention"), rows),
         ]
     if r.times:
-        body.append(f"<p><small>Median (10th-90th percentile). Rule: {escape(RULE)}.</small></p>")
+        body.append(f"<p><small>Median (10th-90th percentile). {escape(RULE)}.</small></p>")
     return _document("streamla doctor", body)
 
 
@@ -100,7 +100,7 @@ def diff(d: Diff) -> str:
                 for x in d.lines
             ),
         ),
-        f"<p><small>Rule: {escape(RULE)}.</small></p>",
+        f"<p><small>{escape(RULE)}.</small></p>",
         *map(_finding, d.findings),
     ]
     return _document("streamla doctor diff", body)

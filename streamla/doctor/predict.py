@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any
 
 from streamla.doctor.events import DoctorError
+from streamla.doctor.findings import count
 from streamla.doctor.names import KernelName, decode, padding
 from streamla.doctor.workload import ROW_BYTES, Gpu, Workload
 
@@ -114,7 +115,8 @@ def _busy(
         splits = max(1, min(splits, cap))
     return (
         min(units, w.requests * groups * splits),
-        f"{w.requests} requests x {groups} tiles of rows x {splits} splits (at most {cap} a request)",
+        f"{count(w.requests, 'request')} x {count(groups, 'tile')} of rows x {count(splits, 'split')}, "
+        f"at most {cap} a request",
     )
 
 
@@ -125,7 +127,7 @@ def _sentences(
     if p.padding:
         lines.append(
             f"{p.padding:.0%} of every matrix multiply is padding: {kernel.short} computes "
-            f"{kernel.tile_rows} rows a tile, {w.heads} heads x {w.q_len} query rows are real."
+            f"{kernel.tile_rows} rows a tile, {w.heads} heads x {count(w.q_len, 'query row')} are real."
         )
     if p.busy_units is not None and p.busy_units < p.units:
         lines.append(

@@ -171,7 +171,7 @@ def diff(console: Console, d: Diff) -> None:
         table = _table("us, median (10th-90th percentile)", "", "A", "B", "A / B")
         for x in d.lines:
             table.add_row(x.what, spread(x.a), spread(x.b), f"{x.ratio:.2f}" if x.ratio else "")
-        table.caption = f"Rule: {RULE}."
+        table.caption = f"{RULE}."
         console.print(table)
     if d.attention_ratio:
         console.print(f"Attention: A / B = {d.attention_ratio:.2f} (median over the layers)")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 RULE = (
-    "the first sample is dropped as warm-up when there are 4 or more, then samples more than "
+    "The first sample is dropped as warm-up when there are 4 or more, then samples more than "
     "3 x 1.4826 x MAD from the median"
 )
 

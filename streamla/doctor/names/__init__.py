@@ -69,7 +69,8 @@ class KernelName:
     @property
     def short(self) -> str:
         """The name's last identifier, for tables."""
-        head = re.split(r"[<(]", self.text, maxsplit=1)[0]
+        text = self.text.replace("(anonymous namespace)::", "")
+        head = re.split(r"[<(]", text, maxsplit=1)[0]
         inner = re.search(r"(FlashAttnFwd\w+|Sm100FmhaMla\w+)", self.text)
         return inner.group(1) if inner else head.split("::")[-1] or self.text
 

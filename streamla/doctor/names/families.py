@@ -84,7 +84,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("aiter-mla-reduce", "merge", r"mla_reduce_v1|_fwd_kernel_stage2_asm"),
     Family("aiter-mla-plan", "plan", r"get_mla_metadata_v1|kn_get_mla_metadata"),
     Family("aiter-gluon-mla", ATTENTION, r"(?:^|::)_?mla_gluon",
-           {"mla": True, "grid_axes": ("requests", "splits", "head groups")},
+           {"mla": True, "grid_axes": ("request", "split", "head group")},
            note="the name carries no shape: see the grid"),
     # FlashMLA and its forks
     Family("flashmla", "plan", r"get_mla_metadata_kernel"),
@@ -137,11 +137,11 @@ FAMILIES: tuple[Family, ...] = (
     # Triton: vLLM's and SGLang's kernels share their ancestry, names and grid
     Family("triton-mla", ATTENTION, r"(?:^|::)_fwd_grouped_kernel_stage1(?:_rope)?\b",
            {"tile_heads": 16, "tile_q_rows": 1, "split": True, "persistent": False, "merge": "_fwd_kernel_stage2",
-            "mla": True, "grid_axes": ("requests", "head groups", "splits")},
+            "mla": True, "grid_axes": ("request", "head group", "split")},
            note="vLLM's and SGLang's share the name; it carries no dtypes"),
     Family("triton-mla", ATTENTION, r"(?:^|::)_fwd_kernel_stage1\b",
            {"tile_heads": 1, "tile_q_rows": 1, "split": True, "persistent": False, "merge": "_fwd_kernel_stage2",
-            "grid_axes": ("requests", "heads", "splits")},
+            "grid_axes": ("request", "head", "split")},
            note="one head a program: the cache is read once for each head"),
     Family("triton-mla", "merge", r"(?:^|::)_fwd_kernel_stage2\b"),
     # CUTLASS, Blackwell

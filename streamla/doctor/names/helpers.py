@@ -21,7 +21,7 @@ _ROLES: tuple[tuple[str, str, str], ...] = (
     ("norm", "", r"(?i)rms_?norm|layer_?norm|add_residual|residual_add"),
     ("communication", "", r"(?i)nccl|rccl|all_?reduce|all_?gather|reduce_?scatter"),
     ("moe", "", r"(?i)\bmoe|_moe|fused_experts|topk_gating|expert"),
-    ("gemm", "", r"(?i)gemm|nvjet|cijk_|gemv|matmul|splitK_reduce"),
+    ("gemm", "", r"(?i)gemm|nvjet|cijk_|gemv|matmul|splitK_?reduce"),
     ("sampling", "", r"(?i)argmax|sampl|top_?[kp]\b|softmax"),
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from streamla.doctor.names.grammar import ATTENTION, Family
 
-_AXES = ("programs", "row tiles")
+_AXES = ("program", "row tile")
 _ATTENTION = {"mla": True, "persistent": True, "split": True, "grid_axes": _AXES}
 
 OWN: tuple[Family, ...] = (
