@@ -169,7 +169,7 @@ def preparing(group: Group) -> Finding | None:
     )
     return Finding(
         "preparing",
-        f"Before every attention something {' and '.join(verbs)}: {what} "
+        f"Before every attention a kernel {' and another '.join(verbs)}: {what} "
         f"({extra / group.decode_ns:.0%} of attention's own time).",
         group.evidence,
         f"{names} per layer; {extra / 1e3:.1f} / ({extra / 1e3:.1f} + {group.decode_ns / 1e3:.1f}) us = {waste:.0%}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -39,16 +39,18 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _findings(found: list[Finding]) -> list[Text]:
-    out = []
+def _findings(found: list[Finding]) -> list[RenderableType]:
+    out: list[RenderableType] = []
     for f in found:
-        mark = Text(
-            f"{percent(f.waste) or '-':>5}  ", style="bold red" if (f.waste or 0) >= 0.5 else "bold"
-        )
-        out.append(mark + Text(f.sentence, style="bold"))
-        out.append(Text(f"       {f.evidence}", style="dim"))
-        out.append(Text(f"       {f.arithmetic}", style="dim"))
-    return out or [Text("  Nothing to report.")]
+        style = "bold red" if (f.waste or 0) >= 0.5 else "bold"
+        line = Table.grid(padding=(0, 1))
+        line.add_column(width=4, justify="right", style=style)
+        line.add_column()
+        line.add_row(percent(f.waste) or "-", Text(f.sentence, style="bold"))
+        line.add_row("", Text(f.evidence, style="dim"))
+        line.add_row("", Text(f.arithmetic, style="dim"))
+        out.append(line)
+    return out or [Text("Nothing to report.")]
 
 
 def _kernels(report: Report) -> Table:
