@@ -39,6 +39,8 @@ def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
     # What the registers bear without a spill: masked rows and a causal tile need some more.
     is_wide = num_row_tiles(spec) > 1 or spec.seqlen_q > 1
     tile_n = 16 if is_wide or arch.target == "gfx942" else 32
+    if arch.target == "cpu":
+        tile_n = 64
     return CostModel(
         tile_n=tile_n,
         num_programs=max(1, arch.units // num_row_tiles(spec)),
@@ -248,6 +250,7 @@ def compile_options(spec: MLASpec, target: str, interpreted: bool) -> dict:
     """The constants of the attention kernel: everything that the compiled code depends on."""
     # A bf16 product holds the query and any fp8 value exactly. Triton's interpreter miscomputes those.
     dtype = tl.float32 if interpreted else tl.bfloat16
+    whole = interpreted and spec.kv_format is not KVFormat.FP8_DS_MLA
     return {
         "NUM_HEADS": spec.num_heads,
         "SEQLEN_Q": spec.seqlen_q,
@@ -258,7 +261,8 @@ def compile_options(spec: MLASpec, target: str, interpreted: bool) -> dict:
         "HAS_SCALE": spec.kv_format.has_scale,
         "HAS_GROUP_SCALES": spec.kv_format is KVFormat.FP8_DS_MLA,
         "DECODE_FNUZ": spec.kv_format is KVFormat.FP8_E4M3FNUZ and target != "gfx942",
-        "CHUNK": min(DS_MLA_GROUP, spec.kv_lora_rank),
+        # Interpreted, every operation is slow, whatever its size, and registers cost nothing.
+        "CHUNK": spec.kv_lora_rank if whole else min(DS_MLA_GROUP, spec.kv_lora_rank),
         "DTYPE": dtype,
         "num_warps": 8,
         "num_stages": 1 if target == "gfx942" else 2,
