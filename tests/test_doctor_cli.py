@@ -14,6 +14,7 @@ pytest.importorskip("ijson")
 
 from typer.testing import CliRunner
 
+from streamla.doctor import cli
 from streamla.doctor.cli import app
 
 DATA = Path(__file__).parent / "data" / "doctor"
@@ -116,6 +117,12 @@ def test_html_is_self_contained(tmp_path):
         for outside in ("http", "<script", "<link", "<img"):
             assert outside not in text
     assert run(STUDY, "--html", str(tmp_path / "no" / "page.html")).exit_code == 2
+
+
+def test_a_progress_bar_for_large_files(monkeypatch, capfd):
+    monkeypatch.setattr(cli, "_BAR_BYTES", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert len(cli._read(Path(STUDY))) == 180
 
 
 def test_diff_json():

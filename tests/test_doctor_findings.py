@@ -209,7 +209,9 @@ def test_one_long_request_among_short_ones(tmp_path):
         for _ in range(4):
             b.kernel(TRITON, us, grid=(8, 1, 8))
         b.mark(f"decode requests=8 context=32768 longest={longest}", start)
-    found = finding(report(b.write(tmp_path / "t.json")), "longest")
+    r = report(b.write(tmp_path / "t.json"))
+    assert "1 - 32768/131072 = 75%" in finding(r, "imbalance").arithmetic
+    found = finding(r, "longest")
     assert found.waste == pytest.approx(1 - 100 / 250)
     assert "as many tokens take 2.50x the time" in found.sentence
 
@@ -318,3 +320,14 @@ def test_diff_of_counters_and_of_what_does_not_compare(tmp_path):
         diff.diff(
             report(DATA / "nsys_cuda_gpu_kern_sum.csv"), report(DATA / "nsys_cuda_gpu_trace.csv")
         )
+
+
+def test_the_busiest_gpu_is_reported(tmp_path):
+    b = Builder(H200)
+    for _ in range(4):
+        b.kernel(FLASHMLA, 20.0, grid=(1, 1, 132))
+        b.kernel(FLASHMLA, 30.0, grid=(1, 1, 132))
+        b.events[-1]["args"]["device"] = 1
+    r = report(b.write(tmp_path / "t.json"))
+    assert (r.timeline.device, r.groups[0].launches) == ("1", 4)
+    assert any("2 GPUs" in n for n in r.notes)

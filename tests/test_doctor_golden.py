@@ -71,6 +71,7 @@ def test_triton_runs_on_8_of_132():
         "1 request x 1 head group x 8 splits = 8 programs" in finding(r, "parallelism").arithmetic
     )
     assert "follows the longest request" in finding(r, "longest").sentence
+    assert "75% of the programs' time" in finding(r, "imbalance").sentence
 
 
 def test_the_pool_is_converted():

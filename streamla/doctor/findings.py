@@ -27,7 +27,8 @@ def count(n: int, what: str) -> str:
 @dataclass(frozen=True)
 class Finding:
     """Attributes:
-    id: padding, parallelism, longest, bandwidth, preparing, merge, gap, amdahl.
+    id: padding, parallelism, longest, imbalance, bandwidth, preparing, query-quantised, merge, gap,
+        amdahl, traffic, comparison.
     sentence: what an engineer would say.
     evidence: the kernel, its grid and its time, as the trace has them.
     arithmetic: how the number comes about.
@@ -210,6 +211,28 @@ def merge(group: Group) -> Finding | None:
     )
 
 
+def imbalance(group: Group) -> Finding | None:
+    """Every request is cut into as many pieces, whatever its length: the pieces of the longest take longest."""
+    w, kernel = group.workload, group.kernel
+    if kernel.persistent is not False or not {"request", "split"} <= set(kernel.grid_axes):
+        return None
+    if group.grid is None or not w.context or not w.longest:
+        return None
+    splits = group.grid[kernel.grid_axes.index("split")]
+    waste = 1 - w.context / w.longest
+    if waste < MIN_WASTE:
+        return None
+    return Finding(
+        "imbalance",
+        f"Every request gets {count(splits, 'split')}, long or short: {waste:.0%} of the programs' time is "
+        "waiting for those of the longest request.",
+        group.evidence,
+        f"the longest request has {w.longest} / {splits} = {w.longest // splits} tokens a program, the mean "
+        f"{w.context // splits}: 1 - {w.context}/{w.longest} = {waste:.0%}",
+        waste,
+    )
+
+
 def gap(group: Group) -> Finding | None:
     """Idle time between the kernel before attention and attention."""
     if not group.gap:
@@ -315,7 +338,8 @@ def find(
 ) -> list[Finding]:
     """All findings, the largest waste first. Of each kind one a kernel: where most time is wasted."""
     checks: tuple[Callable[[Group], Finding | None], ...] = (
-        pad, lambda g: parallel(g, gpu), lambda g: bandwidth(g, gpu), preparing, query_dtype, merge, gap,
+        pad, lambda g: parallel(g, gpu), lambda g: bandwidth(g, gpu), preparing, query_dtype, merge, imbalance,
+        gap,
     )  # fmt: skip
     worst: dict[tuple[str, str], tuple[float, Finding]] = {}
     for group in groups:

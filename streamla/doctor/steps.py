@@ -53,7 +53,7 @@ class Timeline:
 
     Attributes:
         trace: what was read.
-        device: the GPU this is about.
+        device: the GPU this is about, the one with most attention.
         kernels: `decode` of each name of the trace.
         order: event indices of that GPU by start time.
         steps: in order.
@@ -94,13 +94,14 @@ def kernel_names(trace: Trace) -> list[KernelName]:
     return kernels
 
 
-def _busiest_device(trace: Trace, kernels: list[KernelName]) -> str:
+def _devices(trace: Trace, kernels: list[KernelName]) -> list[str]:
+    """The GPUs that ran decode attention, the busiest first."""
     time: Counter[str] = Counter()
     for i in range(len(trace)):
         if kernels[trace.name_id(i)].is_decode_attention:
             start, end = trace.interval(i)
             time[trace.device_of(i)] += end - start
-    return time.most_common(1)[0][0] if time else ""
+    return [device for device, _ in time.most_common()]
 
 
 def _layers(timeline: Timeline) -> list[Layer]:
@@ -213,7 +214,12 @@ def _judge(timeline: Timeline, layers_per_step: int | None) -> None:
 def build(trace: Trace, layers_per_step: int | None = None) -> Timeline:
     """Find the layers and steps of a trace with times."""
     kernels = kernel_names(trace)
-    device = _busiest_device(trace, kernels)
+    devices = _devices(trace, kernels)
+    device = devices[0] if devices else ""
+    if len(devices) > 1:
+        trace.notes.append(
+            f"attention ran on {len(devices)} GPUs; this is about GPU {device}, the busiest"
+        )
     order = array("I", (i for i in trace.ordered() if trace.device_of(i) == device))
     timeline = Timeline(trace, device, kernels, order, [])
     layers = _layers(timeline)
