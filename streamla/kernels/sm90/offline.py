@@ -1,0 +1,65 @@
+"""The variants of the Hopper kernels that are compiled without a GPU, to read and to check."""
+
+from __future__ import annotations
+
+from streamla.kernels.sm90 import narrow, wide
+from streamla.runtime.driver import Kernel
+from streamla.runtime.offline import CudaVariant
+from streamla.spec import KVFormat, MLASpec
+
+_FP8 = KVFormat.FP8_E4M3FN
+
+# Each meets a branch that the others do not.
+_NARROW = (
+    MLASpec(16, _FP8),
+    MLASpec(8, _FP8),
+    MLASpec(16, _FP8, page_size=1),  # a bulk copy for every token
+    MLASpec(12, _FP8, seqlen_q=2),
+    MLASpec(32, _FP8, page_size=16),
+)
+_WIDE = (
+    MLASpec(64, _FP8),
+    MLASpec(96, _FP8),  # two tiles of 48 rows
+    MLASpec(16, _FP8, seqlen_q=4, page_size=1),
+)
+
+
+def offline_variants(target: str) -> list[CudaVariant]:
+    if target != "sm_90a":
+        return []
+    variants = [_narrow(spec) for spec in _NARROW] + [_wide(spec) for spec in _WIDE]
+    merges = [
+        _merge("merge", narrow.merge_kernel(narrow.Variant.of(_NARROW[0])), variants[0]),
+        _merge("merge-wide", wide.merge_kernel(_WIDE[0]), variants[len(_NARROW)]),
+    ]
+    return variants + merges
+
+
+def _name(kernel: str, spec: MLASpec) -> str:
+    return f"sm90/{kernel}/h{spec.num_heads}-q{spec.seqlen_q}-p{spec.page_size}"
+
+
+def _narrow(spec: MLASpec) -> CudaVariant:
+    variant = narrow.Variant.of(spec)
+    kernel = narrow.attention_kernel(variant)
+    return CudaVariant(
+        _name("attention", spec), narrow.SOURCE, kernel.name, kernel.threads, kernel.shared_bytes,
+        variant.defines,
+    )  # fmt: skip
+
+
+def _wide(spec: MLASpec) -> CudaVariant:
+    kernel = wide.attention_kernel(spec)
+    return CudaVariant(
+        _name("attention-wide", spec), wide.SOURCE, kernel.name, kernel.threads, kernel.shared_bytes,
+        wide.defines(spec),
+    )  # fmt: skip
+
+
+def _merge(name: str, kernel: Kernel, attention: CudaVariant) -> CudaVariant:
+    """The merge kernel in the cubin of an attention variant."""
+    special = attention.name.rsplit("/", 1)[1]
+    return CudaVariant(
+        f"sm90/{name}/{special}", attention.source, kernel.name, kernel.threads, kernel.shared_bytes,
+        attention.defines,
+    )  # fmt: skip
