@@ -51,9 +51,9 @@ def seed() -> int:
     return seed
 
 
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> torch.device:
+    return torch.device(request.param)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ HUGE_BYTE = 0x7E  # 8.5e37 in float32 and bfloat16, 2122219134 in int32
 
 def guarded_plan(plan: DecodePlan, canaries: Canaries, byte: int) -> DecodePlan:
     """The same plan with every buffer between margins and full of `byte`: not planned yet."""
-    buffers = {
+    buffers: dict[str, Any] = {
         field.name: canaries.empty(field.name, tuple(old.shape), old.dtype, old.device, byte)
         for field in dataclasses.fields(plan)
         if isinstance(old := getattr(plan, field.name), torch.Tensor)

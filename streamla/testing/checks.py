@@ -45,8 +45,8 @@ def check_case(case: Case, impl: str, device: torch.device, seed: int) -> Deviat
     # The two stages apart, on the same plan, over outputs that hold large finite values.
     staged, staged_lse = inputs.outputs(HUGE_BYTE)
     api.attention(
-        contiguous(inputs.q), inputs.kv_cache, inputs.page_table, plan,
-        **{**inputs.options, "q_pe": contiguous(inputs.q_pe)}, out=staged, lse=staged_lse,
+        inputs.q.contiguous(), inputs.kv_cache, inputs.page_table, plan,
+        **inputs.options | {"q_pe": contiguous(inputs.q_pe)}, out=staged, lse=staged_lse,
     )  # fmt: skip
     api.merge(plan, staged, staged_lse, lse_base=case.lse_base)
     assert_within_budget(staged, staged_lse, expected, case.lse_base)
@@ -72,24 +72,31 @@ def guarded(inputs: Inputs, impl: str, byte: int) -> DecodePlan:
     arch = arch_of(device)
     chosen = select(spec, arch, impl)
     cost = chosen.load().cost_model(spec, arch)
-    options = {"max_seqlen": case.max_seqlen, "batch_invariant": case.batch_invariant}
-    plan = empty_plan(len(case.lengths), spec, chosen.name, cost, device, **options)
-    plan = guarded_plan(plan, inputs.canaries, byte)
-    return api.plan(inputs.cache_seqlens, spec, **options, impl=impl, out=plan)
+    plan = empty_plan(
+        len(case.lengths), spec, chosen.name, cost, device, case.max_seqlen, case.batch_invariant
+    )
+    return api.plan(
+        inputs.cache_seqlens, spec, impl=impl, max_seqlen=case.max_seqlen,
+        batch_invariant=case.batch_invariant, out=guarded_plan(plan, inputs.canaries, byte),
+    )  # fmt: skip
 
 
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def check_plan(plan: DecodePlan, cache_seqlens: torch.Tensor) -> None:
-    """The device planner equals the reference, item for item."""
+def check_plan(plan: DecodePlan, cache_seqlens: torch.Tensor, *, used: bool = False) -> None:
+    """The device planner equals the reference, item for item.
+
+    `used`: attention has run on the plan, and its counters are as that left them.
+    """
     expected = empty_plan(
         plan.batch, plan.spec, plan.impl, plan.cost, torch.device("cpu"), plan.max_seqlen,
         plan.batch_invariant,
     )  # fmt: skip
     plan_reference(cache_seqlens.cpu(), expected)
-    for name in ("work", "work_indptr", "split_indptr", "status", "counters"):
+    names = ("work", "work_indptr", "split_indptr", "status", "counters")
+    for name in names[:-1] if used else names:
         actual, want = getattr(plan, name).cpu(), getattr(expected, name)
         assert torch.equal(actual, want), f"plan.{name}: {_first_difference(actual, want)}"
 
@@ -97,7 +104,7 @@ def check_plan(plan: DecodePlan, cache_seqlens: torch.Tensor) -> None:
 def _first_difference(actual: torch.Tensor, want: torch.Tensor) -> str:
     if actual.shape != want.shape:
         return f"shape {tuple(actual.shape)}, not {tuple(want.shape)}"
-    at = (actual != want).nonzero()[0, 0].item()
+    at = int((actual != want).nonzero()[0, 0])
     return f"row {at} is {actual[at].tolist()}, not {want[at].tolist()}"
 
 

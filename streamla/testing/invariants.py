@@ -143,11 +143,49 @@ def one_plan_many_layers(case: Case, impl: str, device: torch.device, seed: int)
     worst = Deviation(0.0, 1.0, "out")
     for layer, (out, lse) in zip(layers, first, strict=True):
         worst = max(worst, assert_within_budget(out, lse, expect(layer)), key=lambda d: d.used)
-    for repetition in range(20 if device.type == "cuda" else 1):
+    for repetition in range(200 if device.type == "cuda" else 1):
         for layer, (out, lse) in zip(layers, first, strict=True):
             again, again_lse = decode(layer, plan, return_lse=True)
             assert_same_bits("out", again, out, f"repetition {repetition}")
             assert_same_bits("lse", again_lse, lse, f"repetition {repetition}")
+    return worst
+
+
+def smaller_pages(inputs: Inputs, page_size: int) -> Inputs:
+    """The same memory as more, smaller pages, and the table that says the same with them."""
+    parts = inputs.spec.page_size // page_size
+    kv_cache = inputs.kv_cache.flatten(0, 1).unflatten(0, (-1, page_size))
+    ids = inputs.page_table.long()[..., None] * parts
+    ids = ids + torch.arange(parts, device=ids.device)
+    table = torch.where(inputs.page_table[..., None] < 0, -1, ids).flatten(1).to(torch.int32)
+    case = dataclasses.replace(inputs.case, page_size=page_size)
+    return dataclasses.replace(
+        inputs, case=case, spec=case.spec, kv_cache=kv_cache, page_table=table
+    )
+
+
+def page_sizes(case: Case, impl: str, device: torch.device, seed: int) -> Deviation:
+    """The same rows as pages of 480 tokens, as engines with several kinds of layers have, of 96, 16, 1."""
+    inputs = build(case, device, seed, garbage=-1)
+    out, lse = decode(inputs, guarded(inputs, impl, NAN_BYTE), return_lse=True)
+    worst = assert_within_budget(out, lse, expect(inputs))
+    for page_size in (96, 16, 1):
+        same = smaller_pages(inputs, page_size)
+        again, again_lse = decode(same, guarded(same, impl, HUGE_BYTE), return_lse=True)
+        assert_same_bits("out", again, out, f"pages of {page_size}")
+        assert_same_bits("lse", again_lse, lse, f"pages of {page_size}")
+    return worst
+
+
+def batch_sizes(case: Case, impl: str, device: torch.device, seed: int) -> Deviation:
+    """Batches of 1 to 200 requests of 1 to 4096 tokens end, with the right result."""
+    worst = Deviation(0.0, 1.0, "out")
+    for batch in (1, 2, 3, 4, 8, 16, 64, 200):
+        for length in (1, 100, 4096):
+            inputs = build(dataclasses.replace(case, lengths=(length,) * batch), device, seed)
+            out, lse = decode(inputs, guarded(inputs, impl, NAN_BYTE), return_lse=True)
+            deviation = assert_within_budget(out, lse, expect(inputs))
+            worst = max(worst, deviation, key=lambda d: d.used)
     return worst
 
 
@@ -190,11 +228,37 @@ def graph_replay(case: Case, impl: str, device: torch.device, seed: int) -> Devi
         graph.replay()
         torch.cuda.synchronize()
         now = with_lengths(inputs, lengths)
-        check_plan(plan, seqlens)
+        check_plan(plan, seqlens, used=True)
         worst = max(worst, assert_within_budget(out, lse, expect(now)), key=lambda d: d.used)
         eager = decode(now, guarded(now, impl, HUGE_BYTE))
         assert_same_bits("out", out, eager, "replayed and eager")
     inputs.check_canaries()
+    return worst
+
+
+def two_graphs(case: Case, impl: str, device: torch.device, seed: int) -> Deviation:
+    """Two graphs from one memory pool, replayed in turn: neither leaves anything for the other."""
+    steps = [build(case, device, seed + k) for k in range(2)]
+    plans = [guarded(step, impl, NAN_BYTE) for step in steps]
+    alone = [decode(step, plan) for step, plan in zip(steps, plans, strict=True)]
+    worst = assert_within_budget(alone[0], None, expect(steps[0]))
+    torch.cuda.synchronize()
+    graphs, results, pool = [], [], None
+    for step, plan in zip(steps, plans, strict=True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            api.plan(step.cache_seqlens, step.spec, impl=impl, out=plan)
+            scratch = torch.full_like(alone[0], torch.nan)  # freed: its place may be used again
+            del scratch
+            results.append(decode(step, plan))
+        pool = graph.pool()
+        graphs.append(graph)
+    for k in (1, 0, 0, 1, 1, 0):
+        plans[k].counters.fill_(-1)
+        results[k].fill_(torch.nan)
+        graphs[k].replay()
+        torch.cuda.synchronize()
+        assert_same_bits("out", results[k], alone[k], f"replay of graph {k}")
     return worst
 
 
@@ -270,12 +334,15 @@ INVARIANTS: tuple[Invariant, ...] = (
     _on(forced_splits, "forced-splits-offset", Case("", "", (600,), data="offset+300")),
     _on(forced_splits, "forced-splits-causal", Case("", "", (513, 449), seqlen_q=4, num_heads=8)),
     _on(forced_splits, "gpu-forced-splits", Case("", "", (20000,), gpu=True)),
+    _on(page_sizes, "page-sizes", Case("", "", (481, 127, 251), page_size=480)),
+    _on(batch_sizes, "gpu-batch-sizes", Case("", "", (4096,), distinct_pages=64, gpu=True)),
     _on(one_plan_many_layers, "one-plan-many-layers", Case("", "", (600, 0, 65, 1))),
     _on(one_plan_many_layers, "gpu-one-plan-many-layers", _STEP_GPU),
     _on(graph_replay, "gpu-graph-replay", _STEP_GPU),
     _on(graph_replay, "gpu-graph-replay-bf16", _STEP_BF16_GPU),
     _on(graph_replay, "gpu-graph-replay-causal", _STEP_CAUSAL_GPU),
     _on(graph_replay, "gpu-graph-replay-invariant", dataclasses.replace(_STEP_GPU, batch_invariant=True)),
+    _on(two_graphs, "gpu-two-graphs", _STEP_GPU),
     _on(no_sync, "gpu-no-sync", _STEP_GPU),
     _on(two_streams, "gpu-two-streams", _STEP_GPU),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -75,12 +76,11 @@ def verify(
     else:
         invariants = list(INVARIANTS)
     jobs: list[tuple[str, str, Case, Callable[[], Deviation]]] = [
-        (case.name, case.reason, case, lambda case=case: check_case(case, impl, device, seed))
+        (case.name, case.reason, case, partial(check_case, case, impl, device, seed))
         for case in cases
     ]
     jobs += [
-        (i.name, i.reason, i.case, lambda i=i: i.check(i.case, impl, device, seed))
-        for i in invariants
+        (i.name, i.reason, i.case, partial(i.check, i.case, impl, device, seed)) for i in invariants
     ]
     jobs = [job for job in jobs if only is None or only in job[0]]
     results: list[Result] = []
