@@ -7,7 +7,8 @@ from doctor_traces import A16W8, EPILOGUE, GEMM, H200, LAYER, MI300X, NORM, REDU
 
 from streamla.doctor import diff
 from streamla.doctor.analyze import analyze, as_json
-from streamla.doctor.events import DoctorError
+from streamla.doctor.counters import read_bytes
+from streamla.doctor.events import CounterSample, DoctorError
 from streamla.doctor.readers import open_trace
 from streamla.doctor.stats import stable
 from streamla.doctor.workload import Workload, find_gpu, workload_of_mark
@@ -51,7 +52,7 @@ def test_the_grid_says_16_of_304():
 
 
 def test_nothing_is_said_without_facts():
-    r = report(DATA / "rocprofv3_kernel_trace.csv")
+    r = report(DATA / "rocprof_results.csv")
     assert {f.id for f in r.findings} <= {"amdahl"}
     assert any("--gpu" in n for n in r.notes)
     assert any("--heads" in n for n in r.notes)
@@ -254,6 +255,14 @@ def test_counters_compare_two_kernels():
         == "The same 1.19 GB in, 2.4x the time: the gap is compute, not traffic."
     )
     assert "0.99x the bytes that must move" in finding(r, "traffic").sentence
+
+
+def test_requests_of_the_memory_make_bytes():
+    """gfx942: 32, 64 or 128 bytes a request; without all three counters nothing is said."""
+    requests = {"TCC_EA0_RDREQ_sum": 100.0, "TCC_EA0_RDREQ_32B_sum": 10.0, "TCC_BUBBLE_sum": 60.0}
+    assert read_bytes(CounterSample("k", requests)) == 32 * 10 + 128 * 60 + 64 * 30
+    del requests["TCC_BUBBLE_sum"]
+    assert read_bytes(CounterSample("k", requests)) is None
 
 
 def test_traffic_that_explains_the_gap(tmp_path):

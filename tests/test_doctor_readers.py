@@ -31,9 +31,9 @@ def nsys_sqlite(tmp_path):
 
 # file: format, kernels, timed, GPU, units
 FORMATS = {
-    "rocprofv3_kernel_trace.csv": ("rocprofv3 csv", 95, True, None, None),
+    "rocprofv3_kernel_trace.csv": ("rocprofv3 csv", 95, True, "AMD Instinct MI300X", 304),
     "rocprofv3_results.json": ("rocprofv3 json", 57, True, "AMD Instinct MI300X", 304),
-    "rocprofv3_kernel_stats.csv": ("rocprof stats csv", 3, False, None, None),
+    "rocprofv3_kernel_stats.csv": ("rocprof stats csv", 3, False, "AMD Instinct MI300X", 304),
     "rocprof_results.csv": ("rocprof csv", 19, True, None, None),
     "nsys_cuda_gpu_trace.csv": ("nsys gpu trace csv", 85, True, "NVIDIA H200", None),
     "nsys_cuda_gpu_kern_sum.csv": ("nsys kernel summary csv", 3, False, None, None),

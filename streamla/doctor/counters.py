@@ -35,9 +35,9 @@ def read_bytes(sample: CounterSample) -> float | None:
     for name, scale in _READ.items():
         if name in sample.counters:
             return sample.counters[name] * scale
-    if _REQUESTS[0] in sample.counters:
+    if all(n in sample.counters for n in _REQUESTS):
         # gfx942 reads 32, 64 or 128 bytes a request; the counter of "bubbles" holds the last kind.
-        total, small, large = (sample.counters.get(n, 0.0) for n in _REQUESTS)
+        total, small, large = (sample.counters[n] for n in _REQUESTS)
         return 32 * small + 128 * large + 64 * (total - small - large)
     rate = sample.counters.get("Memory Throughput")
     if rate is not None and rate > 1e6 and sample.dur_ns:

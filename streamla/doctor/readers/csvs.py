@@ -6,6 +6,7 @@ import csv
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import IO
 
 from streamla.doctor.events import CounterSample, DoctorError, KernelEvent, Shape, Trace
@@ -131,6 +132,23 @@ _FORMATS: tuple[tuple[str, set[str], Callable[[Row, Trace], None], bool], ...] =
 )  # fmt: skip
 
 
+def _agents(source: str, trace: Trace) -> None:
+    """The GPU, from the file that rocprofv3 writes beside its others (X_agent_info.csv)."""
+    path = Path(
+        re.sub(
+            r"_(?:kernel_trace|kernel_stats|counter_collection)\.csv$", "_agent_info.csv", source
+        )
+    )
+    if path == Path(source) or not path.is_file():
+        return
+    with path.open(encoding="utf-8", newline="") as f:
+        for row in csv.DictReader(f):
+            if row.get("Agent_Type") == "GPU" and row.get("Cu_Count"):
+                trace.gpu_name = row.get("Product_Name") or row.get("Name")
+                trace.units = _int(row["Cu_Count"])
+                return
+
+
 def _fields(line: str) -> list[str]:
     return next(csv.reader([line]), [])
 
@@ -175,6 +193,7 @@ def _rows(f: IO[str], columns: list[str], trace: Trace, add: Callable[[Row, Trac
             raise DoctorError(
                 f"row {n} of the {trace.format} is damaged: {','.join(values)[:100]}"
             ) from None
+    _agents(trace.source, trace)
     if trace.format == "rocprofv3 counter csv":
         trace.counters = _merge_counters(trace.counters)
     return trace
