@@ -10,127 +10,45 @@ and canaries around everything written.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
-from streamla.spec import DS_MLA_GROUP, KVFormat, MLASpec
+from streamla.spec import KVFormat
+from streamla.testing.case import Case
 
 HEAD_COUNTS = (1, 3, 4, 5, 6, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128)
 FORMATS = tuple(fmt.value for fmt in KVFormat)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One batch of requests and how its tensors lie in memory.
-
-    Attributes:
-        name, reason: what the case is called, and what it is for.
-        lengths: tokens cached for each request.
-        num_heads ... qk_rope_head_dim: the MLASpec.
-        causal, lse_base, batch_invariant, max_seqlen: as in the public calls.
-        k_scale: the cache's scale, for formats that have one.
-        data: the pattern of values, a key of `patterns.PATTERNS`.
-        query_layout: "packed"; "padded": heads followed by NaN, in a wider row; "halves": q_nope is
-            a transposed matrix product and q_pe a slice of a wider projection.
-        page_stride: distance of pages in whole packed pages (engines interleave their layers).
-        page_gap, row_gap: bytes added to the distance of pages and of rows.
-        table_extra: columns past the last needed one; they hold wild page ids.
-        garbage: the wild page id; None takes several in turn.
-        pool_pages: pages in the pool; None for just more than needed.
-        distinct_pages: the requests share this many pages, in random order; None for pages of their own.
-        poisons: what the bytes that no request owns hold, one run each.
-        keep_width: `narrow` changes nothing.
-        gpu: needs a GPU.
-    """
-
-    name: str
-    reason: str
-    lengths: tuple[int, ...]
-    num_heads: int = 16
-    kv_format: str = "fp8_e4m3fn"
-    page_size: int = 64
-    seqlen_q: int = 1
-    kv_lora_rank: int = 512
-    qk_rope_head_dim: int = 64
-    causal: bool = True
-    lse_base: str = "e"
-    batch_invariant: bool = False
-    max_seqlen: int | None = None
-    k_scale: float = 0.37
-    data: str = "normal"
-    query_layout: str = "packed"
-    page_stride: int = 1
-    page_gap: int = 0
-    row_gap: int = 0
-    table_extra: int = 3
-    garbage: int | None = None
-    pool_pages: int | None = None
-    distinct_pages: int | None = None
-    poisons: tuple[str, ...] = ("nan", "huge")
-    keep_width: bool = False
-    gpu: bool = False
-
-    def narrow(self) -> Case:
-        """The same case at small widths, for Triton's interpreter, whose every operation is slow. The
-        merge is a program a head there: cases that are not about heads get 4."""
-        if self.keep_width:
-            return self
-        latent = DS_MLA_GROUP if self.spec.kv_format is KVFormat.FP8_DS_MLA else 64
-        heads = self.num_heads if self.name.startswith(("heads", "causal")) else 4
-        return replace(self, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=16)
-
-    @property
-    def spec(self) -> MLASpec:
-        return MLASpec(
-            num_heads=self.num_heads,
-            kv_format=self.kv_format,
-            page_size=self.page_size,
-            seqlen_q=self.seqlen_q,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-        )
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-
 def _empty() -> Iterator[Case]:
     yield Case(
-        "empty-first", "an empty row beside a full one: (0, -inf), not +inf or stale NaN", (0, 7)
-    )
+        "empty-first", "an empty row beside a full one: (0, -inf), not +inf or stale NaN", (0, 7),
+    )  # fmt: skip
     yield Case(
         "empty-middle-last",
         "padded rows of a captured batch: written although nothing is attended",
         (130, 1, 64, 0, 65, 9, 0, 0),
-    )
+    )  # fmt: skip
     yield Case("empty-all", "a whole batch without tokens", (0, 0, 0), kv_format="bf16")
     yield Case(
         "empty-minus-one",
-        "ceil(0 / page) - 1 must not become an index; engines pad tables with -1",
-        (0, 33, 0),
+        "ceil(0 / page) - 1 must not become an index; engines pad tables with -1", (0, 33, 0),
         garbage=-1,
-    )
+    )  # fmt: skip
     yield Case(
-        "empty-int-max",
-        "a padded row whose table holds the largest page id",
-        (0, 33, 0),
+        "empty-int-max", "a padded row whose table holds the largest page id", (0, 33, 0),
         garbage=2**31 - 1,
-    )
+    )  # fmt: skip
     yield Case("empty-no-columns", "a page table of width 0", (0, 0), table_extra=0)
     yield Case("no-requests", "a batch of 0 is a valid batch", ())
     yield Case(
         "empty-tail-wide-bound",
         "padded rows under a bound far above every length: the bound must not decide what is written",
-        (130, 1, 64, 65, 9, 0, 0, 0),
-        max_seqlen=131072,
-    )
+        (130, 1, 64, 65, 9, 0, 0, 0), max_seqlen=131072,
+    )  # fmt: skip
     yield Case(
         "empty-queries",
         "requests shorter than seqlen_q: the first queries see nothing, the last see something",
-        (0, 1, 2, 3, 4, 5),
-        seqlen_q=4,
-        num_heads=8,
-    )
+        (0, 1, 2, 3, 4, 5), seqlen_q=4, num_heads=8,
+    )  # fmt: skip
 
 
 def _pages() -> Iterator[Case]:
@@ -139,34 +57,26 @@ def _pages() -> Iterator[Case]:
             yield Case(
                 f"tail-{fmt}-page-{page_size}",
                 "0 * NaN leaks through P x V when only the scores of a page's tail are masked",
-                (1, 13, 63, 64, 65, 127, 129),
-                kv_format=fmt,
-                page_size=page_size,
-                num_heads=8,
-            )
+                (1, 13, 63, 64, 65, 127, 129), kv_format=fmt, page_size=page_size, num_heads=8,
+            )  # fmt: skip
     yield Case(
         "tail-page-480",
         "the page of a hybrid model: neither a power of two nor a multiple of the tile",
-        (479, 480, 481),
-        page_size=480,
-    )
+        (479, 480, 481), page_size=480,
+    )  # fmt: skip
     yield Case(
         "tail-page-7", "an odd page and prime lengths: tiles begin anywhere in a page", (127, 251),
         page_size=7, kv_format="bf16", num_heads=8,
     )  # fmt: skip
     yield Case(
-        "tail-ds-mla",
-        "scales inside the row are poison too past the last token",
-        (1, 13, 63, 64, 65, 127),
-        kv_format="fp8_ds_mla",
-    )
+        "tail-ds-mla", "scales inside the row are poison too past the last token",
+        (1, 13, 63, 64, 65, 127), kv_format="fp8_ds_mla",
+    )  # fmt: skip
     for part in ("latent", "rope"):
         yield Case(
-            f"tail-{part}-only",
-            f"NaN in the {part} part alone: each part has its own mask",
-            (1, 63, 65),
-            poisons=(f"nan_{part}",),
-        )
+            f"tail-{part}-only", f"NaN in the {part} part alone: each part has its own mask",
+            (1, 63, 65), poisons=(f"nan_{part}",),
+        )  # fmt: skip
     yield Case(
         "tail-infinity", "Inf in the tail: 0 * Inf is NaN as well", (1, 63, 65), kv_format="bf16",
         poisons=("inf",),
@@ -175,81 +85,60 @@ def _pages() -> Iterator[Case]:
         yield Case(
             f"wild-pages-{name}",
             "a tile spans several pages; the table must not be followed past the last needed column",
-            (17, 1, 47),
-            page_size=16,
-            garbage=garbage,
-        )
+            (17, 1, 47), page_size=16, garbage=garbage,
+        )  # fmt: skip
     yield Case(
-        "wild-pages-none",
-        "the table ends at the last needed column, in the middle of a tile",
-        (17, 33, 1),
-        page_size=16,
-        table_extra=0,
-    )
+        "wild-pages-none", "the table ends at the last needed column, in the middle of a tile",
+        (17, 33, 1), page_size=16, table_extra=0,
+    )  # fmt: skip
     yield Case(
         "shared-pages",
         "prefix caching: requests share pages, and one page may appear twice in a request",
-        (300, 200, 129, 64),
-        distinct_pages=3,
-    )
+        (300, 200, 129, 64), distinct_pages=3,
+    )  # fmt: skip
     yield Case(
         "half-table",
         "a batch whose lengths differ by 1000 times: most of the table is past the end",
-        (1, 1000, 2, 3),
-        page_size=16,
-    )
+        (1, 1000, 2, 3), page_size=16,
+    )  # fmt: skip
 
 
 def _splits() -> Iterator[Case]:
     yield Case(
-        "tiles-1-to-9",
-        "odd and even tile counts through a pipeline of two stages",
+        "tiles-1-to-9", "odd and even tile counts through a pipeline of two stages",
         tuple(64 * k for k in range(1, 10)),
-    )
+    )  # fmt: skip
     yield Case(
-        "tiles-1-to-5-bf16",
-        "odd and even tile counts, and one token more or less",
-        tuple(64 * k + d for k in (1, 2, 3, 5) for d in (-1, 1)),
-        kv_format="bf16",
-    )
+        "tiles-1-to-5-bf16", "odd and even tile counts, and one token more or less",
+        tuple(64 * k + d for k in (1, 2, 3, 5) for d in (-1, 1)), kv_format="bf16",
+    )  # fmt: skip
     yield Case(
-        "few-tokens",
-        "more programs than tokens: no program may leave a partial unwritten",
+        "few-tokens", "more programs than tokens: no program may leave a partial unwritten",
         (1, 2, 3, 31, 32, 33, 64),
-    )
+    )  # fmt: skip
     yield Case("one-token", "the smallest request, alone", (1,))
     yield Case("one-long", "one request over all programs: every program is a split", (1500,))
     yield Case(
-        "short-beside-long",
-        "one split and many in one launch: both write out and lse",
-        (5, 1200),
+        "short-beside-long", "one split and many in one launch: both write out and lse", (5, 1200),
         kv_format="bf16",
-    )
+    )  # fmt: skip
     yield Case(
-        "ragged",
-        "a mixed batch: empty, short and long",
-        (0, 1, 700, 17, 64, 0, 333),
-        num_heads=12,
-    )
+        "ragged", "a mixed batch: empty, short and long", (0, 1, 700, 17, 64, 0, 333), num_heads=12,
+    )  # fmt: skip
     yield Case(
         "many-rows",
         "a ramp of rows with one query each: the error bound is a row's, not the mean's",
-        tuple(range(1, 129, 4)),
-        num_heads=8,
-    )
+        tuple(range(1, 129, 4)), num_heads=8,
+    )  # fmt: skip
     yield Case(
-        "batch-invariant",
-        "split points that depend on a request's own length only",
-        (640, 1, 0, 129, 65),
-        batch_invariant=True,
-    )
+        "batch-invariant", "split points that depend on a request's own length only",
+        (640, 1, 0, 129, 65), batch_invariant=True,
+    )  # fmt: skip
     yield Case(
         "identical-rows",
-        "equal requests in one batch-invariant batch must be equal to the last bit",
-        (200,) * 5,
-        batch_invariant=True,
-        data="identical",
-    )
+        "equal requests in one batch-invariant batch must be equal to the last bit", (200,) * 5,
+        batch_invariant=True, data="identical",
+    )  # fmt: skip
 
 
 def _heads() -> Iterator[Case]:
@@ -257,19 +146,14 @@ def _heads() -> Iterator[Case]:
         yield Case(
             f"heads-{heads}",
             "head h asks for latent h, NaN lies after the last head: a swapped or padded head shows",
-            (65, 3),
-            num_heads=heads,
-            data="one-hot",
-            query_layout="padded",
-        )
+            (65, 3), num_heads=heads, data="one-hot", query_layout="padded",
+        )  # fmt: skip
     for heads in (12, 24, 128):
         yield Case(
             f"heads-{heads}-bf16",
-            "head counts that do not divide the tile, in the other element size",
-            (65, 3),
-            num_heads=heads,
-            kv_format="bf16",
-        )
+            "head counts that do not divide the tile, in the other element size", (65, 3),
+            num_heads=heads, kv_format="bf16",
+        )  # fmt: skip
 
 
 def _queries() -> Iterator[Case]:
@@ -278,46 +162,28 @@ def _queries() -> Iterator[Case]:
             yield Case(
                 f"causal-{seqlen_q}-heads-{heads}",
                 "verification of drafts: the queries end at 64, in a page and at its border",
-                (64, 65, 100, 2),
-                seqlen_q=seqlen_q,
-                num_heads=heads,
-                data="spike",
-            )
+                (64, 65, 100, 2), seqlen_q=seqlen_q, num_heads=heads, data="spike",
+            )  # fmt: skip
     yield Case(
         "not-causal", "the causal flag is obeyed, not wired", (64, 65, 3), seqlen_q=4, causal=False,
         data="spike",
     )  # fmt: skip
     yield Case(
-        "not-causal-bf16",
-        "the causal flag in the other element size",
-        (64, 65, 3),
-        seqlen_q=4,
-        causal=False,
-        kv_format="bf16",
-        data="spike",
-    )
+        "not-causal-bf16", "the causal flag in the other element size", (64, 65, 3), seqlen_q=4,
+        causal=False, kv_format="bf16", data="spike",
+    )  # fmt: skip
     yield Case(
-        "causal-96-heads",
-        "96 heads x 4 queries: 384 query rows of one request",
-        (66, 5),
-        seqlen_q=4,
-        num_heads=96,
-    )
+        "causal-96-heads", "96 heads x 4 queries: 384 query rows of one request", (66, 5),
+        seqlen_q=4, num_heads=96,
+    )  # fmt: skip
     yield Case(
-        "causal-split",
-        "a causal query may see nothing of the last split",
-        (513, 449),
-        seqlen_q=4,
-        num_heads=8,
-        kv_format="bf16",
-    )
+        "causal-split", "a causal query may see nothing of the last split", (513, 449), seqlen_q=4,
+        num_heads=8, kv_format="bf16",
+    )  # fmt: skip
     yield Case(
-        "more-query-rows-than-requests",
-        "batch * seqlen_q rows and a table of batch rows",
-        tuple(1 + (7 * b) % 40 for b in range(20)),
-        seqlen_q=3,
-        num_heads=8,
-    )
+        "more-query-rows-than-requests", "batch * seqlen_q rows and a table of batch rows",
+        tuple(1 + (7 * b) % 40 for b in range(20)), seqlen_q=3, num_heads=8,
+    )  # fmt: skip
 
 
 def _formats() -> Iterator[Case]:
@@ -329,51 +195,39 @@ def _formats() -> Iterator[Case]:
         yield Case(
             f"one-key-{fmt}",
             "one key has weight 1: the output is the stored row times its scale, rounded once",
-            (1,) * 4,
-            kv_format=fmt,
-            data="all-bytes",
-        )
+            (1,) * 4, kv_format=fmt, data="all-bytes",
+        )  # fmt: skip
     for scale in (0.37, 1.0, 5.3):
         yield Case(
-            f"scale-{scale}",
-            "the scale reaches both the scores and the values",
-            (130, 65),
+            f"scale-{scale}", "the scale reaches both the scores and the values", (130, 65),
             k_scale=scale,
-        )
+        )  # fmt: skip
     yield Case(
         "small-widths",
         "a model for tests: widths are facts of the spec, not constants of the kernel",
-        (130, 1, 64),
-        kv_format="bf16",
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        num_heads=4,
+        (130, 1, 64), kv_format="bf16", kv_lora_rank=64, qk_rope_head_dim=16, num_heads=4,
         page_size=16,
-    )
+    )  # fmt: skip
 
 
 def _scores() -> Iterator[Case]:
     yield Case(
-        "equal-scores", "all scores 0: lse is ln n, not log2 n", (4, 1, 200), data="zero-query"
-    )
+        "equal-scores", "all scores 0: lse is ln n, not log2 n", (4, 1, 200), data="zero-query",
+    )  # fmt: skip
     yield Case(
         "equal-scores-base-2", "lse in base 2 on request", (4, 0, 700), data="zero-query",
         lse_base="2",
     )  # fmt: skip
     yield Case(
-        "base-2",
-        "lse in base 2 from both a whole and a split request",
-        (5, 1000),
-        lse_base="2",
+        "base-2", "lse in base 2 from both a whole and a split request", (5, 1000), lse_base="2",
         kv_format="bf16",
-    )
+    )  # fmt: skip
     for offset in (300, -300):
         yield Case(
             f"offset{offset:+}",
-            "a large lse kept in a narrow type loses the weights of the splits",
-            (900, 5),
+            "a large lse kept in a narrow type loses the weights of the splits", (900, 5),
             data=f"offset{offset:+}",
-        )
+        )  # fmt: skip
     for score in ("+1e4", "-1e4"):
         yield Case(
             f"constant{score}", "scores far outside the range of exp", (300, 2),
@@ -384,27 +238,22 @@ def _scores() -> Iterator[Case]:
         data="peaked",
     )  # fmt: skip
     yield Case(
-        "rising", "every tile has a larger maximum than all before it", (513,), data="rising"
-    )
+        "rising", "every tile has a larger maximum than all before it", (513,), data="rising",
+    )  # fmt: skip
     yield Case(
-        "alternating",
-        "latents +1 and -1 in turn under equal scores: a narrow running sum stalls",
-        (2048,),
-        data="alternating",
-        distinct_pages=1,
-    )
+        "alternating", "latents +1 and -1 in turn under equal scores: a narrow running sum stalls",
+        (2048,), data="alternating", distinct_pages=1,
+    )  # fmt: skip
     yield Case(
-        "nan-head", "a query head of NaN spoils no other head", (130, 65, 3), data="nan-head"
-    )
+        "nan-head", "a query head of NaN spoils no other head", (130, 65, 3), data="nan-head",
+    )  # fmt: skip
     yield Case(
-        "nan-row",
-        "NaN in a valid row shows, in its own request alone",
-        (130, 65, 3),
+        "nan-row", "NaN in a valid row shows, in its own request alone", (130, 65, 3),
         data="nan-row",
-    )
+    )  # fmt: skip
     yield Case(
-        "nan-row-ds-mla", "NaN shows whatever the group's scale is, in its own request alone", (130, 65, 3),
-        data="nan-row", kv_format="fp8_ds_mla",
+        "nan-row-ds-mla", "NaN shows whatever the group's scale is, in its own request alone",
+        (130, 65, 3), data="nan-row", kv_format="fp8_ds_mla",
     )  # fmt: skip
 
 
@@ -413,23 +262,21 @@ def _strides() -> Iterator[Case]:
         yield Case(
             f"layers-{layers}",
             "layers interleaved in one allocation: neighbours in memory are other layers' pages",
-            (130, 65),
-            page_stride=layers,
-        )
+            (130, 65), page_stride=layers,
+        )  # fmt: skip
     yield Case(
         "page-gap-fp8",
-        "a page stride that is no multiple of the page: it must be read, not rebuilt",
-        (130, 65),
+        "a page stride that is no multiple of the page: it must be read, not rebuilt", (130, 65),
         page_gap=128,
-    )
+    )  # fmt: skip
     yield Case(
         "page-gap-bf16", "the same in the other element size", (130, 65), page_gap=256,
         kv_format="bf16",
     )  # fmt: skip
     for gap in (64, 80):
         yield Case(
-            f"row-stride-{576 + gap}", "rows padded to a wider stride", (130, 65), row_gap=gap
-        )
+            f"row-stride-{576 + gap}", "rows padded to a wider stride", (130, 65), row_gap=gap,
+        )  # fmt: skip
     yield Case(
         "layers-2-ds-mla", "interleaved layers of 656-byte rows", (130, 65), page_stride=2,
         kv_format="fp8_ds_mla",
@@ -437,40 +284,31 @@ def _strides() -> Iterator[Case]:
     yield Case(
         "query-halves",
         "q_nope from a transposed product and q_pe from a wider projection: heads lie far apart",
-        (65, 130, 1),
-        num_heads=32,
-        query_layout="halves",
-    )
+        (65, 130, 1), num_heads=32, query_layout="halves",
+    )  # fmt: skip
     yield Case(
         "query-halves-one-row", "one row: strides of size-1 dimensions mean nothing", (65,),
         query_layout="halves",
     )  # fmt: skip
     yield Case(
-        "query-halves-causal",
-        "far-apart heads and several queries",
-        (65, 7),
-        seqlen_q=2,
-        num_heads=12,
-        kv_format="bf16",
-        query_layout="halves",
-    )
+        "query-halves-causal", "far-apart heads and several queries", (65, 7), seqlen_q=2,
+        num_heads=12, kv_format="bf16", query_layout="halves",
+    )  # fmt: skip
 
 
 def _gpu() -> Iterator[Case]:
     yield Case(
-        "gpu-128k-x4",
-        "the blog's shapes: every program works, requests are split",
-        (131072,) * 4,
+        "gpu-128k-x4", "the blog's shapes: every program works, requests are split", (131072,) * 4,
         gpu=True,
-    )
+    )  # fmt: skip
     yield Case("gpu-one-128k", "one request over the whole machine", (131072,), gpu=True)
     yield Case(
         "gpu-ragged", "lengths that halve: no program may own more than its share",
         tuple(262144 >> k for k in range(8)), gpu=True,
     )  # fmt: skip
     yield Case(
-        "gpu-one-long-many-short", "one straggler beside 127 rows of one token", (1,) * 127 + (131072,),
-        gpu=True,
+        "gpu-one-long-many-short", "one straggler beside 127 rows of one token",
+        (1,) * 127 + (131072,), gpu=True,
     )  # fmt: skip
     yield Case(
         "gpu-tiles", "odd and even numbers of tiles in every program",
@@ -509,8 +347,9 @@ def _gpu() -> Iterator[Case]:
         )  # fmt: skip
     for pages in (960, 1915):
         yield Case(
-            f"gpu-layers-61-{pages}", "interleaved layers: page 955 of 61 layers crosses 2^31 bytes",
-            (600, 65), page_stride=61, pool_pages=pages, gpu=True,
+            f"gpu-layers-61-{pages}",
+            "interleaved layers: page 955 of 61 layers crosses 2^31 bytes", (600, 65),
+            page_stride=61, pool_pages=pages, gpu=True,
         )  # fmt: skip
 
 
