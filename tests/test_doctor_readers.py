@@ -183,7 +183,7 @@ def test_missing_and_directory(tmp_path):
 
 @pytest.mark.slow
 def test_a_large_trace_fits_in_little_memory(tmp_path):
-    """150 MB in under 200 MB, the interpreter included: memory follows the kernels, 40 bytes each."""
+    """150 MB in under 200 MB, the interpreter included: memory follows the kernels."""
     path = tmp_path / "large.json"
     kernels = write_large(path, 150 << 20)
     code = (
