@@ -1,9 +1,11 @@
 """The command line: what it prints, what it writes, and its exit codes."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -15,6 +17,7 @@ from streamla.cli import console
 from streamla.cli.app import app
 from streamla.cli.bench import _command
 
+README = Path(__file__).parents[1] / "README.md"
 runner = CliRunner(env={"NO_COLOR": "1", "TERM": "dumb"})
 console.out = Console(width=100, color_system=None)  # whatever terminal the tests run in
 
@@ -219,3 +222,12 @@ def test_doctor_is_mounted():
     result = invoke("doctor", "--help")
     assert result.exit_code == 0
     assert "explain" in result.output
+
+
+def test_readme_runs(device):
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    names = {}
+    exec(code.replace('"cuda"', repr(device.type)), names)
+    assert names["out"].shape == (4, 1, 16, 512)
+    assert names["out"][:3].any(-1).all()
+    assert not names["out"][3].any()  # an empty request
