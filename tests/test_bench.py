@@ -135,7 +135,7 @@ def test_sampled_requests_are_extremes_and_middle():
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3fn", "fp8_ds_mla"])
 def test_a_right_candidate_is_timed(fmt):
     w = shape((70, 3, 0, 130, 40), replace(SPEC, kv_format=fmt))
-    (record,), state = run([w], [ReferenceCandidate()], DEVICE)
+    (record,), state = run([w], lambda spec: [ReferenceCandidate()], DEVICE)
     assert state is None
     assert record.note is None
     assert 0 < record.error < 4e-3
@@ -176,7 +176,9 @@ def wrong_only_later(out, calls):
 )
 def test_a_wrong_candidate_gets_no_time(spoil, why):
     wrong = ReferenceCandidate("wrong", spoil=spoil)
-    records, _ = run([shape((70, 3, 0, 130, 40))], [wrong, ReferenceCandidate()], DEVICE)
+    records, _ = run(
+        [shape((70, 3, 0, 130, 40))], lambda spec: [wrong, ReferenceCandidate()], DEVICE
+    )
     by_impl = {r.impl: r for r in records}
     assert by_impl["wrong"].us is None
     assert by_impl["wrong"].x_floor is None
@@ -186,14 +188,14 @@ def test_a_wrong_candidate_gets_no_time(spoil, why):
 
 def test_a_candidate_that_rounds_the_query_has_its_own_budget():
     rounded = ReferenceCandidate("rounded", exact=False, spoil=scale_output)
-    (record,), _ = run([shape((70,))], [rounded], DEVICE)
+    (record,), _ = run([shape((70,))], lambda spec: [rounded], DEVICE)
     assert record.us is not None
     assert record.error == pytest.approx(0.05, rel=0.1)
 
 
 def test_a_refusal_is_told_and_nothing_runs():
     refusing = ReferenceCandidate("no", refusal="needs an abacus")
-    (record,), _ = run([shape((70,))], [refusing], DEVICE)
+    (record,), _ = run([shape((70,))], lambda spec: [refusing], DEVICE)
     assert record.note == "needs an abacus"
     assert refusing.calls == []
     assert report.notes([record, record]) == ["no: needs an abacus (2 shapes)"]
@@ -202,7 +204,7 @@ def test_a_refusal_is_told_and_nothing_runs():
 def test_records_keep_the_order_of_the_workloads():
     formats = ("fp8_e4m3fn", "bf16", "fp8_e4m3fn")
     shapes = [shape((20 + i,), replace(SPEC, kv_format=f)) for i, f in enumerate(formats)]
-    records, _ = run(shapes, [ReferenceCandidate()], DEVICE)
+    records, _ = run(shapes, lambda spec: [ReferenceCandidate()], DEVICE)
     assert [r.context for r in records] == [20, 21, 22]
 
 
@@ -215,7 +217,7 @@ def results(records):
 @pytest.fixture(scope="module")
 def measured():
     shapes = [shape((64,) * 2), shape((128,)), shape((5, 64))]
-    return run(shapes, [ReferenceCandidate()], DEVICE)[0]
+    return run(shapes, lambda spec: [ReferenceCandidate()], DEVICE)[0]
 
 
 def test_json_round_trip(measured, tmp_path):

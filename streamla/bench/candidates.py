@@ -100,12 +100,16 @@ class Streamla:
         )
 
 
-def candidates(impls: list[str], spec: MLASpec, device: torch.device) -> list[Candidate]:
-    """Our implementations by name; "auto" is what would run for `spec` on `device`."""
+def choose(impls: list[str], device: torch.device) -> Callable[[MLASpec], list[Candidate]]:
+    """Our implementations by name, for each spec; "auto" is what would run for it on `device`."""
     known = [AUTO, *(i.name for i in IMPLS)]
     for impl in impls:
         if impl not in known:
             raise ValueError(f"impl: need one of {', '.join(known)}; got {impl!r}")
     arch = arch_of(device)
-    names = [select(spec, arch, impl).name if impl == AUTO else impl for impl in impls]
-    return [Streamla(name) for name in dict.fromkeys(names)]
+
+    def candidates(spec: MLASpec) -> list[Candidate]:
+        names = [select(spec, arch, impl).name if impl == AUTO else impl for impl in impls]
+        return [Streamla(name) for name in dict.fromkeys(names)]
+
+    return candidates

@@ -87,6 +87,11 @@ class CachePool:
         count = min(tokens, PATTERN_ROWS)
         values = torch.randn((count, spec.head_dim), device=device, generator=self.generator)
         pattern = encode_rows(values.to(torch.bfloat16), spec, self.k_scale).view(torch.uint8)
+        if device.type == "cuda" and tokens * spec.row_bytes > torch.cuda.mem_get_info(device)[0]:
+            raise ValueError(
+                f"bench: the largest shape needs a pool of {tokens * spec.row_bytes / 1e9:.1f} GB; "
+                f"{torch.cuda.mem_get_info(device)[0] / 1e9:.1f} GB are free on {device}"
+            )
         rows = torch.empty((tokens, spec.row_bytes), dtype=torch.uint8, device=device)
         whole = tokens // count * count
         rows[:whole].view(-1, count, spec.row_bytes).copy_(pattern)

@@ -17,6 +17,7 @@ from streamla.bench.check import Checked, Oracle
 from streamla.bench.inputs import CachePool, Inputs
 from streamla.bench.records import Record
 from streamla.bench.workloads import Workload
+from streamla.spec import MLASpec
 
 FLOOR = "floor"
 PLAN_LAUNCHES = 16
@@ -25,17 +26,18 @@ WARM_SECONDS = 0.2  # of reading, before the clocks are read
 
 def run(
     workloads: Sequence[Workload],
-    candidates: Sequence[Candidate],
+    candidates: Callable[[MLASpec], Sequence[Candidate]],
     device: torch.device,
     *,
-    on_record: Callable[[Record], None] = lambda record: None,
+    on_shape: Callable[[Workload], None] = lambda workload: None,
     seed: int = 0,
 ) -> tuple[list[Record], dict | None]:
     """Measure every candidate on every shape.
 
     Args:
         workloads: shapes; those of one cache format share one pool, so the order of formats changes.
-        on_record: called as each record is ready.
+        candidates: gives the candidates for a spec.
+        on_shape: called after each shape.
 
     Returns:
         The records in the order of `workloads`, and the GPU's state before and after (None without NVML).
@@ -53,9 +55,9 @@ def run(
         if cuda and not states:
             states.append(_busy_state(pool, arch, device))
         for index, workload in items:
-            records[index] = _measure(pool.inputs(workload), candidates, arch, device)
-            for record in records[index]:
-                on_record(record)
+            chosen = candidates(workload.spec)
+            records[index] = _measure(pool.inputs(workload), chosen, arch, device)
+            on_shape(workload)
         if cuda:
             states[1:] = [_busy_state(pool, arch, device)]
         del pool

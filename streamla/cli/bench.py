@@ -162,9 +162,8 @@ def _run(
     import triton
 
     from streamla.arch import arch_of
-    from streamla.bench.candidates import candidates
+    from streamla.bench.candidates import choose
     from streamla.bench.records import Results
-    from streamla.bench.report import shape_text
     from streamla.bench.run import run
     from streamla.version import __version__
 
@@ -178,12 +177,11 @@ def _run(
     if not cuda:
         torch.set_num_threads(1)  # the small shapes lose more by sharing than they gain
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    chosen = candidates(impls, workloads[0].spec, device)
-    with console.progress("Benchmark", len(workloads) * len(chosen)) as bar:
+    chosen = choose(impls, device)
+    with console.progress("Benchmark", len(workloads)) as bar:
         records, state = run(
-            workloads, chosen, device, seed=seed,
-            on_record=lambda r: console.advance(bar, f"{r.impl}, {shape_text(r)}"),
-        )  # fmt: skip
+            workloads, chosen, device, seed=seed, on_shape=lambda w: console.advance(bar, w.label)
+        )
     return Results(
         command=_command(sys.argv[1:]),
         device=device.type,
