@@ -6,6 +6,7 @@ never reports a fraction of these; they are for predictions without a GPU.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -62,11 +63,14 @@ def arch_by_name(name: str) -> Arch:
 
 def arch_of(device: torch.device) -> Arch:
     """The row of a device present here. An unknown GPU gets its own facts and no rates."""
+    return CPU if device.type != "cuda" else _arch_of_gpu(device.index)
+
+
+@functools.cache
+def _arch_of_gpu(index: int | None) -> Arch:
     import torch  # here, so that the doctor can read the table above without it
 
-    if device.type != "cuda":
-        return CPU
-    p = torch.cuda.get_device_properties(device)
+    p = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         target = p.gcnArchName.split(":")[0]
     else:
