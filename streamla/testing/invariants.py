@@ -315,6 +315,8 @@ def two_streams(case: Case, impl: str, device: torch.device, seed: int) -> Devia
 _MATES = Case("", "", (300,) + (40, 130, 7, 64, 1, 0, 90) * 2)
 _MATES_GPU = Case("", "", (3000, *(1 + (37 * b) % 700 for b in range(255))), gpu=True)
 _STEP_GPU = Case("", "", (5000, 1, 700, 64, 0, 129, 20000, 33), gpu=True)
+# Six million tiles in 600 runs: a race that strikes once in a million shows.
+_LONG_GPU = Case("", "", tuple(64 * k - k % 3 for k in range(301, 333)), gpu=True)
 _STEP_BF16_GPU = dataclasses.replace(_STEP_GPU, kv_format="bf16")
 _STEP_CAUSAL_GPU = dataclasses.replace(_STEP_GPU, seqlen_q=4, num_heads=8)
 
@@ -338,6 +340,10 @@ INVARIANTS: tuple[Invariant, ...] = (
     _on(batch_sizes, "gpu-batch-sizes", Case("", "", (4096,), distinct_pages=64, gpu=True)),
     _on(one_plan_many_layers, "one-plan-many-layers", Case("", "", (600, 0, 65, 1))),
     _on(one_plan_many_layers, "gpu-one-plan-many-layers", _STEP_GPU),
+    _on(one_plan_many_layers, "gpu-repeats", _LONG_GPU),
+    _on(one_plan_many_layers, "gpu-repeats-8-heads", dataclasses.replace(_LONG_GPU, num_heads=8)),
+    _on(one_plan_many_layers, "gpu-repeats-64-heads", dataclasses.replace(_LONG_GPU, num_heads=64)),
+    _on(one_plan_many_layers, "gpu-repeats-bf16", dataclasses.replace(_LONG_GPU, kv_format="bf16")),
     _on(graph_replay, "gpu-graph-replay", _STEP_GPU),
     _on(graph_replay, "gpu-graph-replay-bf16", _STEP_BF16_GPU),
     _on(graph_replay, "gpu-graph-replay-causal", _STEP_CAUSAL_GPU),
