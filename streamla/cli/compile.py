@@ -18,7 +18,7 @@ def compile(
     only: Annotated[str | None, typer.Option(help="Variants whose name contains this.")] = None,
     json: console.JsonOption = None,
 ) -> None:
-    """Compile every kernel for a target, without a GPU. Exit code 1 if any spills registers."""
+    """Compile every kernel for a target, without a GPU. Exit code 1 if one fails or spills registers."""
     # Set, it would turn the kernels into Python for Triton's interpreter, which compiles nothing.
     os.environ.pop("TRITON_INTERPRET", None)
     from streamla.runtime.offline import compile_variant, find_variants
@@ -26,18 +26,24 @@ def compile(
     variants = find_variants(target, only)
     if not variants:
         raise ValueError(f"only: no kernel for {target} has a name that contains {only!r}")
-    facts = []
+    facts, failed = [], []
     with console.progress(f"Compiling for {target}", len(variants)) as bar:
         for variant in variants:
             console.describe(bar, variant.name)
-            facts.append(compile_variant(variant, target))
+            try:
+                facts.append(compile_variant(variant, target))
+            except RuntimeError as error:  # of NVRTC or of Triton; the other kernels are still told
+                failed.append(variant.name)
+                console.err.print(f"{variant.name}: {error}", style="red", markup=False)
             console.advance(bar)
     console.write_json([f.as_dict() for f in facts], json)
     if not console.quiet(json):
         _print(facts, target)
     spilled = [f.variant for f in facts if f.spills]
-    if spilled:
-        console.err.print(f"[bold red]spills[/] in {', '.join(spilled)}")
+    for what, names in (("does not compile", failed), ("spills", spilled)):
+        if names:
+            console.err.print(f"{what}: {', '.join(names)}", style="bold red", markup=False)
+    if failed or spilled:
         raise typer.Exit(1)
 
 
