@@ -1,7 +1,7 @@
-# make test    linter, formatter and tests; needs no GPU
+# make test    linters, type checker and tests; needs no GPU
 # make bench   the benchmark on this machine: on a GPU the grid of 20 shapes, without one a small grid on
 #              the CPU; and the lengths of a request trace, if TRACE names one
-# make lint    linter, formatter and type checker
+# make lint    linters and type checker
 #
 # Everything is installed into VENV, made on first use. `VENV=` uses the packages of PYTHON as they are:
 #   make bench PYTHON=python3 VENV=
@@ -27,21 +27,19 @@ INSTALLED_bench := $(VENV)/.installed-bench
 INSTALLED_dev := $(VENV)/.installed-dev
 endif
 
-.PHONY: help test style lint bench clean use-installed-bench use-installed-dev
+.PHONY: help test lint bench clean use-installed-bench use-installed-dev
 .DEFAULT_GOAL := help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;/^$$/q' Makefile
 
 # Two processes of one thread each: tensors in tests are too small to share.
-test: style
+test: lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2
 
-style: $(INSTALLED_dev)
+lint: $(INSTALLED_dev)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-
-lint: style
 	$(PY) -m mypy
 
 bench: $(INSTALLED_bench)

@@ -14,6 +14,7 @@ and the merge finishes it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -138,8 +139,8 @@ def empty_plan(
     """A plan whose buffers are allocated and not yet filled."""
     items = num_items_capacity(batch, cost, batch_invariant, max_seqlen)
     slots = num_slots_capacity(batch, cost, batch_invariant, max_seqlen)
-    int32 = {"dtype": torch.int32, "device": device}
-    float32 = {"dtype": torch.float32, "device": device}
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     rows = (slots, spec.seqlen_q, spec.num_heads)
     return DecodePlan(
         spec=spec,

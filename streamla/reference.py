@@ -172,6 +172,7 @@ def epilogue_reference(
     """
     q_rope, k_rope = q_pe.float(), k_pe.float()
     if rope is not None:
+        assert cos_sin is not None, "cos_sin: goes with rope"
         table = cos_sin[positions]
         q_rope, k_rope = rotate(q_pe, table, rope), rotate(k_pe, table, rope)
 
