@@ -15,69 +15,105 @@
 
 namespace streamla {
 
+// Accumulators and what goes with them.
+struct State {
+    float out[4][SCORES], mass[COLUMNS / 4];
+    Fragments fragments;
+};
+
+DEVICE u32 stage_of(u32 tile, u32 shared) { return shared + Shared::STAGE + tile % STAGES * STAGE_BYTES; }
+
 // Adds the values of tile `tile` (counted over the program) once its probabilities are there.
-DEVICE void add_values(
-    float (&out)[4][SCORES], float (&mass)[COLUMNS / 4], int tile, bool owner, u32 shared, const Lane& lane) {
-    const u32 stage = uniform(shared + Shared::STAGE + tile % STAGES * STAGE_BYTES);
+template <typename Between>
+DEVICE void add_values(State& state, u32 tile, bool owner, u32 shared, const Lane& lane, Between between) {
+    const u32 values = stage_of(tile, shared) + token_offset(lane.value_token()) + lane.value_latent();
+    Values held;
+    if (owner) held.load(values, 0);
     mbarrier_wait(shared + Shared::PROBABILITY_FULL, tile & 1);
-    if (load_shared_u32(shared + Shared::RAISED)) rescale(out, mass, owner, shared, lane);
-    value_tile(out, stage + token_offset(lane.value_token()) + lane.value_latent(),
-               matrix_descriptor(shared + Shared::PROBABILITY, 128, TILE * 16, SWIZZLE_NONE));
+    const u32 raised = load_shared_u32(shared + Shared::RAISED);
+    if (!owner) held.load(values, 0);  // the owner may have hidden tokens until now
+    if (raised) rescale(state.out, state.mass, owner, shared, lane);
+    value_tile(state.out, state.fragments, held, values,
+               matrix_descriptor(shared + Shared::PROBABILITY, 128, TILE * 16, SWIZZLE_NONE), between);
     __syncwarp();
     if (threadIdx.x % WARP == 0) {
-        mbarrier_arrive(shared + Shared::EMPTY + tile % STAGES * 8);
         mbarrier_arrive(shared + Shared::PROBABILITY_EMPTY);
+        mbarrier_arrive(shared + Shared::EMPTY + tile % STAGES * 8);
     }
+}
+DEVICE void add_values(State& state, u32 tile, bool owner, u32 shared, const Lane& lane) {
+    add_values(state, tile, owner, shared, lane, [](int) {});
 }
 
 // The tiles of one item; `first` of them were before it in this program.
-DEVICE void attend(
-    float (&out)[4][SCORES], float (&mass)[COLUMNS / 4], const Item& item, int first, const Causal& causal,
-    u32 shared, const Lane& lane) {
-    const int num_tiles = item.num_tiles();
+DEVICE void attend(State& state, const Item& item, u32 first, const Causal& causal, u32 shared, const Lane& lane) {
+    const u32 end = first + item.num_tiles();
+    const int origin = item.begin - static_cast<int>(first) * TILE;  // of the token of tile 0
     const u64 query = matrix_descriptor(shared + Shared::QUERY, 16, 1024, SWIZZLE_128);
-    const int first_own = (first ^ lane.group) & 1;
-    for (int i = first_own; i < num_tiles; i += GROUPS) {
-        const int tile = first + i, token = item.begin + i * TILE;
-        const u32 stage = uniform(shared + Shared::STAGE + tile % STAGES * STAGE_BYTES);
+    for (u32 tile = first + ((first ^ lane.group) & 1); tile < end; tile += GROUPS) {
+        const u32 stage = stage_of(tile, shared);
+        const int token = origin + static_cast<int>(tile) * TILE;
+        const bool hide = token + TILE > causal.first_limit;
         mbarrier_wait(shared + Shared::FULL + tile % STAGES * 8, tile / STAGES & 1);
         float s[SCORES];
-        score_tile(s, stage + token_offset(lane.score_token()) + lane.lane_pair * 16, query);
-        if (i > 0)
-            add_values(out, mass, tile - 1, false, shared, lane);
-        else
-            wgmma_wait<0>();
-        if (token + TILE > causal.first_limit) hide_tokens(s, stage, token, causal, lane);
-        softmax_tile(s, mass, shared, tile, lane);
-        add_values(out, mass, tile, true, shared, lane);
+        bool raise = false;
+        // Between the products of the tile before, the scores become probabilities; in the hope that no reference must
+        // be raised for them, and nothing hidden. If so, they are made again, alone.
+        for (bool alone = tile == first;; alone = true) {
+            score_tile(s, state.fragments, stage + token_offset(lane.score_token()) + lane.lane_pair * 16, query);
+            float excess = NEG_INF;
+            if (alone) {
+                wait_for_room(tile, shared);
+                if (hide) hide_tokens(s, stage, token, causal, lane);
+                measure(s, excess, shared, lane);
+                raise = must_raise(excess, lane);
+                if (raise) raise_references(s, state.mass, shared, lane);
+                exponentiate(s, excess, 0, BLOCKS, shared, lane);
+                break;
+            }
+            bool useless = false;
+            add_values(state, tile - 1, false, shared, lane, [&](int group) {
+                constexpr int PARTS = VALUE_GROUPS - 1;
+                if (group < PARTS)
+                    exponentiate(s, excess, group * BLOCKS / PARTS, (group + 1) * BLOCKS / PARTS, shared, lane);
+                if (group == PARTS - 1) useless = must_raise(excess, lane);
+            });
+            if (!hide && !useless) {
+                wait_for_room(tile, shared);
+                break;
+            }
+        }
+        publish(s, state.mass, raise, shared, lane);
+        add_values(state, tile, true, shared, lane);
     }
-    if (num_tiles && (num_tiles - 1 & 1) != first_own)
-        add_values(out, mass, first + num_tiles - 1, false, shared, lane);
+    if (end > first && (end - 1 & 1) != lane.group) add_values(state, end - 1, false, shared, lane);
 }
 
 DEVICE void math(
-    const Query& query, const Output& output, const int* work, int first, int last, int row_tile,
-    float score_scale, float value_scale, bool causal, u32 shared) {
+    const Query& query, const Output& output, const int* work, const int* work_indptr, float score_scale,
+    float value_scale, bool causal, u32 shared) {
     const Lane lane;
-    const int first_row = row_tile * TILE_ROWS, num_rows = min(TILE_ROWS, ROWS - first_row);
-    int tiles = 0;
-    for (int index = first; index < last; ++index) {
-        const Item item = load_item(work, index);
-        named_barrier(MATH_BARRIER, MATH_THREADS);  // nobody reads the item before's query or row states
-        stage_query(query, item.request, first_row, num_rows, score_scale, shared);
-        fence_async_proxy();
-        named_barrier(MATH_BARRIER, MATH_THREADS);
+    u32 tiles = 0;
+    for (int index = work_indptr[this_program()]; index < work_indptr[this_program() + 1]; ++index) {
+        State state = {};
+        {
+            const Item item = load_item(work, index);
+            const int first_row = this_first_row();
+            named_barrier(MATH_BARRIER, MATH_THREADS);  // nobody reads the item before's query or row states
+            stage_query(query, item.request, first_row, min(TILE_ROWS, ROWS - first_row), score_scale, shared);
+            fence_async_proxy();
+            named_barrier(MATH_BARRIER, MATH_THREADS);
 
-        const bool by_query = causal && SEQLEN_Q > 1;
-        Causal limits = {0, item.seqlen, first_row, by_query};
-        limits.first_limit = limits.limit(0);
-        float out[4][SCORES] = {}, mass[COLUMNS / 4] = {};
-        attend(out, mass, item, tiles, limits, shared, lane);
-        tiles += item.num_tiles();
-
+            Causal limits = {0, item.seqlen, first_row, causal && SEQLEN_Q > 1};
+            limits.first_limit = limits.limit(0);
+            attend(state, item, tiles, limits, shared, lane);
+            tiles += item.num_tiles();
+        }
+        const Item item = load_item(work, forget(index));
+        const int first_row = this_first_row(), num_rows = min(TILE_ROWS, ROWS - first_row);
         named_barrier(MATH_BARRIER, MATH_THREADS);  // the scratch is free
-        finish_rows(mass, output, item, first_row, num_rows, value_scale, shared, lane);
-        store_rows(out, output, item, first_row, num_rows, shared, lane);
+        finish_rows(state.mass, output, item, first_row, num_rows, value_scale, shared, lane);
+        store_rows(state.out, output, item, first_row, num_rows, shared, lane);
     }
 }
 
@@ -85,7 +121,6 @@ DEVICE void math(
 
 using namespace streamla;
 
-// Program p of the plan runs as ROW_TILES neighbouring blocks, which share its tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
     const u16* q_nope, i64 q_nope_request, i64 q_nope_query, i64 q_nope_head,  // (batch, seqlen_q, num_heads, 512) bf16
     const u16* q_pe, i64 q_pe_request, i64 q_pe_query, i64 q_pe_head,          // (.., 64)
@@ -110,13 +145,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
     }
     __syncthreads();
 
-    const int program = blockIdx.x / ROW_TILES, row_tile = blockIdx.x % ROW_TILES;
     if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<LOAD_REGISTERS>();
         const int half = (threadIdx.x - MATH_THREADS) / WARP;
         if (half < LOAD_WARPS)
-            load_tiles({kv_cache, page_stride, token_stride, page_table, page_table_stride}, work,
-                       work_indptr[program], work_indptr[program + 1], half, shared);
+            load_tiles({kv_cache, page_stride, token_stride, page_table, page_table_stride}, work, work_indptr, half,
+                       shared);
         allow_next_grid();
     } else {
         registers_grow<MATH_REGISTERS>();
@@ -124,21 +158,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
         math({q_nope, q_pe, {q_nope_request, q_nope_query, q_nope_head}, {q_pe_request, q_pe_query, q_pe_head}},
              {out, lse, {out_request, out_query, out_head}, {lse_request, lse_query, lse_head}, out_partial,
               lse_partial, lse_scale},
-             work, work_indptr[program], work_indptr[program + 1], row_tile, softmax_scale_log2 * scale, scale,
-             causal, shared);
+             work, work_indptr, softmax_scale_log2 * scale, scale, causal, shared);
     }
 }
 
-// Grid (ROWS, batch), LATENT / 4 threads.
-extern "C" __global__ void __launch_bounds__(LATENT / 4) mla_merge_wide(
+// Grid (ROWS, batch).
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_merge_wide(
     const int* split_indptr,
     u16* out, i64 out_request, i64 out_query, i64 out_head,
     float* lse, i64 lse_request, i64 lse_query, i64 lse_head,
     const float* out_partial, const float* lse_partial, float lse_scale) {
+    __shared__ MergeScratch scratch;
     const int request = blockIdx.y, begin = split_indptr[request], end = split_indptr[request + 1];
     wait_for_previous_grid();
     if (begin < end)
-        merge_row(out_partial, lse_partial, begin, end, blockIdx.x,
+        merge_row(out_partial, lse_partial, begin, end - begin, blockIdx.x,
                   out + Rows{out_request, out_query, out_head}.offset(request, blockIdx.x),
-                  lse + Rows{lse_request, lse_query, lse_head}.offset(request, blockIdx.x), lse_scale);
+                  lse + Rows{lse_request, lse_query, lse_head}.offset(request, blockIdx.x), lse_scale, scratch);
 }

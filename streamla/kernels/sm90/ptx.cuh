@@ -160,11 +160,33 @@ DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrie
 }
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 
+// One 16-byte store, which the compiler may not take apart.
+DEVICE void store_global(float* p, float4 v) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(p), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+// The same value, of which the compiler knows nothing: what follows from it is computed after this point and not kept
+// in registers (or spilled) from long before.
+DEVICE int forget(int v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+DEVICE u32 forget(u32 v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 // ---- conversions and fp32 helpers
 
 DEVICE float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// The same, volatile: it stays where it was written, in the shadow of the wgmma before it.
+DEVICE float exp2_in_shadow(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 DEVICE float log2_approx(float x) {

@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("attention_wide.cu")
 TILE_N = 64
 MAX_TILE_ROWS = 64
 THREADS = 384
-MERGE_THREADS = 128
+MERGE_THREADS = 256
 
 _STRIDES = [I64, I64, I64]
 
@@ -50,9 +50,10 @@ def shared_bytes(spec: MLASpec) -> int:
     return query + stages + probabilities + states + barriers
 
 
-def defines(spec: MLASpec) -> dict[str, int]:
-    """Everything the compiled code depends on."""
+def defines(spec: MLASpec, bulk_copies: bool = True) -> dict[str, int]:
+    """Everything the compiled code depends on. `bulk_copies`: every cache row is 16-byte aligned."""
     return {
+        "STREAMLA_BULK_COPIES": bulk_copies,
         "STREAMLA_NUM_HEADS": spec.num_heads,
         "STREAMLA_SEQLEN_Q": spec.seqlen_q,
         "STREAMLA_PAGE_SIZE": spec.page_size,
@@ -62,9 +63,9 @@ def defines(spec: MLASpec) -> dict[str, int]:
 
 
 @functools.cache
-def attention_kernel(spec: MLASpec) -> Kernel:
+def attention_kernel(spec: MLASpec, bulk_copies: bool = True) -> Kernel:
     return Kernel(
-        lambda: compile_cuda(SOURCE, defines=defines(spec)),
+        lambda: compile_cuda(SOURCE, defines=defines(spec, bulk_copies)),
         "mla_attention_wide",
         [PTR, *_STRIDES, PTR, *_STRIDES]  # q_nope, q_pe
         + [PTR, I64, I64, PTR, PTR, I64, PTR, PTR]  # kv_cache, k_scale, page_table, work, work_indptr
@@ -86,6 +87,12 @@ def merge_kernel(spec: MLASpec) -> Kernel:
     )
 
 
+def rows_aligned(kv_cache: torch.Tensor) -> bool:
+    """Whether the copy engine can take every row: bases and strides are multiples of 16 bytes."""
+    item = kv_cache.element_size()
+    return not any(n % 16 for n in (kv_cache.data_ptr(), *(s * item for s in kv_cache.stride()[:2])))
+
+
 def attention(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
@@ -101,7 +108,7 @@ def attention(
 ) -> None:
     """Run the plan's items: final rows of `out` and `lse`, or partial slots of split requests."""
     spec = plan.spec
-    attention_kernel(spec).launch(
+    attention_kernel(spec, rows_aligned(kv_cache)).launch(
         plan.cost.num_programs * num_row_tiles(spec),
         q_nope.data_ptr(), *q_nope.stride()[:-1],
         q_pe.data_ptr(), *q_pe.stride()[:-1],
@@ -151,5 +158,6 @@ def decode(
 
 def warmup(spec: MLASpec) -> None:
     """Compile and load the kernels of `spec` on the current device."""
-    attention_kernel(spec).load()
+    for bulk_copies in (True, False):
+        attention_kernel(spec, bulk_copies).load()
     merge_kernel(spec).load()

@@ -12,11 +12,11 @@ struct Cache {
     i64 page_table_stride;
 
     DEVICE bool contiguous_pages() const { return token_stride == ROW_BYTES; }
-    DEVICE bool aligned16() const {
-        return ((reinterpret_cast<u64>(rows) | page_stride | token_stride) & 15) == 0;
-    }
     DEVICE const u8* row(int page, int place) const {
         return rows + page * page_stride + place * token_stride;
+    }
+    DEVICE int page(int request, int token) const {
+        return page_table[request * page_table_stride + token / PAGE_SIZE];
     }
 };
 
@@ -26,13 +26,11 @@ struct HalfLoader {
     const Cache& cache;
     int half, lane;
 
-    // The token of this lane in the tile at `tile`.
-    DEVICE int token(int tile) const { return tile + half * HALF + lane; }
     DEVICE bool begins_run(int token, int end) const {
         return token < end && (lane == 0 || token % PAGE_SIZE == 0 || !cache.contiguous_pages());
     }
-    DEVICE int find_page(const int* pages, int token, int end) const {
-        return begins_run(token, end) ? pages[token / PAGE_SIZE] : 0;
+    DEVICE int find_page(int request, int token, int end) const {
+        return begins_run(token, end) ? cache.page(request, token) : 0;
     }
     DEVICE void copy(int page, int token, int end, u32 half_stage, u32 full, u64 l2_policy) const {
         if (!begins_run(token, end)) return;
@@ -41,39 +39,42 @@ struct HalfLoader {
         if (cache.contiguous_pages()) rows = min(min(end - token, HALF - lane), PAGE_SIZE - place);
         bulk_load(half_stage + lane * ROW_BYTES, cache.row(page, place), rows * ROW_BYTES, full, l2_policy);
     }
-    // Rows that no copy engine takes (some stride is no multiple of 16 bytes): slow and right.
-    DEVICE void copy_bytes(const int* pages, int token, int end, u32 half_stage) const {
+    // Rows that the copy engine cannot take: slow and right.
+    DEVICE void copy_bytes(int request, int token, int end, u32 half_stage) const {
         if (token >= end) return;
-        const u8* source = cache.row(pages[token / PAGE_SIZE], token % PAGE_SIZE);
-#pragma unroll 4
+        const u8* source = cache.row(cache.page(request, token), token % PAGE_SIZE);
+#pragma unroll 1
         for (int i = 0; i < ROW_BYTES; ++i) store_shared_u8(half_stage + lane * ROW_BYTES + i, source[i]);
     }
 };
 
 // `half`: which of the load warps this is.
-DEVICE void load_tiles(const Cache& cache, const int* work, int first, int last, int half, u32 shared) {
+DEVICE void load_tiles(const Cache& cache, const int* work, const int* work_indptr, int half, u32 shared) {
     const HalfLoader loader = {cache, half, static_cast<int>(threadIdx.x % WARP)};
-    const bool by_copy_engine = cache.aligned16();
     // Programs that share tokens (row tiles) find each other's rows in L2.
     const u64 policy = ROW_TILES == 1 ? l2_evict_first() : l2_evict_normal();
     u32 count = 0;
-    for (int index = first; index < last; ++index) {
-        const Item item = load_item(work, index);
-        const int* pages = cache.page_table + item.request * cache.page_table_stride;
-        int next_page = loader.find_page(pages, loader.token(item.begin), item.end);
-        for (int tile = item.begin; tile < item.end; tile += TILE, ++count) {
-            const int page = next_page, token = loader.token(tile);
-            next_page = loader.find_page(pages, token + TILE, item.end);
-            const u32 slot = count % STAGES, full = shared + Shared::FULL + slot * 8;
-            const u32 half_stage = shared + Shared::STAGE + slot * STAGE_BYTES + token_offset(half * HALF);
-            mbarrier_wait(shared + Shared::EMPTY + slot * 8, count / STAGES & 1 ^ 1);
-            if (by_copy_engine) {
-                const int rows = max(0, min(HALF, item.end - tile - half * HALF));
-                if (loader.lane == 0) mbarrier_arrive_expect(full, rows * ROW_BYTES);
+#pragma unroll 1
+    for (int index = work_indptr[this_program()]; index < work_indptr[this_program() + 1]; ++index) {
+        const int* item = work + index * 8;
+        const int request = item[0], end = item[2];
+        int token = item[1] + half * HALF + loader.lane;  // of this lane
+        int next_page = loader.find_page(request, token, end);
+        // All lanes go round as often as tiles begin before the end.
+#pragma unroll 1
+        for (; token - half * HALF - loader.lane < end; token += TILE, ++count) {
+            const int page = next_page;
+            next_page = loader.find_page(request, token + TILE, end);
+            const u32 base = forget(shared);  // registers are few here
+            const u32 slot = count % STAGES, full = base + Shared::FULL + slot * 8;
+            const u32 half_stage = base + Shared::STAGE + slot * STAGE_BYTES + half * (HALF * ROW_BYTES + HALF_SKEW);
+            mbarrier_wait(base + Shared::EMPTY + slot * 8, count / STAGES & 1 ^ 1);
+            if constexpr (BULK_COPIES) {
+                if (loader.lane == 0) mbarrier_arrive_expect(full, max(0, min(HALF, end - token)) * ROW_BYTES);
                 __syncwarp();
-                loader.copy(page, token, item.end, half_stage, full, policy);
+                loader.copy(page, token, end, half_stage, full, policy);
             } else {
-                loader.copy_bytes(pages, token, item.end, half_stage);
+                loader.copy_bytes(request, token, end, half_stage);
                 __syncwarp();
                 if (loader.lane == 0) mbarrier_arrive(full);
             }

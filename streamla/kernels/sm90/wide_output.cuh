@@ -30,7 +30,7 @@ DEVICE void finish_rows(
         if (lane.lane_row == 0) store_shared(scratch + (warp * COLUMNS + column) * 4, sum);
     }
     named_barrier(MATH_BARRIER, MATH_THREADS);
-    const int column = threadIdx.x;
+    const int column = forget(static_cast<int>(threadIdx.x));
     if (column < COLUMNS) {
         float sum = 0.f;
 #pragma unroll
@@ -49,19 +49,19 @@ DEVICE void finish_rows(
     named_barrier(MATH_BARRIER, MATH_THREADS);
 }
 
-DEVICE void store_final(u16* row, const float (&v)[8], bool aligned) {
+DEVICE void store_final(u16* p, const float (&v)[8], bool aligned) {
     uint4 w = {pack_bfloat2(v[0], v[1]), pack_bfloat2(v[2], v[3]), pack_bfloat2(v[4], v[5]), pack_bfloat2(v[6], v[7])};
     if (aligned) {
-        *reinterpret_cast<uint4*>(row) = w;
+        *reinterpret_cast<uint4*>(p) = w;
         return;
     }
     const u32 words[4] = {w.x, w.y, w.z, w.w};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) row[i] = words[i / 2] >> (i % 2 * 16);
+    for (int i = 0; i < 8; ++i) p[i] = words[i / 2] >> (i % 2 * 16);
 }
 
 // Lanes of neighbouring accumulator rows trade halves, so that every store covers whole sectors of 32 bytes.
-DEVICE void store_partial(float* row, const float (&v)[8], bool exists, const Lane& lane) {
+DEVICE void store_partial(float* p, const float (&v)[8], bool exists, const Lane& lane) {
     const bool odd = lane.lane_row % 2;
     float low[4], high[4];  // of the two lanes' first four latents, and of their last
 #pragma unroll
@@ -71,9 +71,9 @@ DEVICE void store_partial(float* row, const float (&v)[8], bool exists, const La
         high[i] = odd ? v[4 + i] : other;
     }
     if (!exists) return;
-    float* pair = row + lane.value_latent() - (odd ? 4 : 0);
-    *reinterpret_cast<float4*>(pair) = make_float4(low[0], low[1], low[2], low[3]);
-    *reinterpret_cast<float4*>(pair + 8) = make_float4(high[0], high[1], high[2], high[3]);
+    float* pair = p - (odd ? 4 : 0);
+    store_global(pair, make_float4(low[0], low[1], low[2], low[3]));
+    store_global(pair + 8, make_float4(high[0], high[1], high[2], high[3]));
 }
 
 // A thread holds eight neighbouring latents of each of its columns.
@@ -81,6 +81,7 @@ DEVICE void store_rows(
     const float (&out)[4][SCORES], const Output& o, const Item& item, int first_row, int num_rows, u32 shared,
     const Lane& lane) {
     const bool aligned = o.out_rows.aligned16(o.out, 2);
+    const int latent = forget(lane.value_latent());
 #pragma unroll
     for (int i = 0; i < COLUMNS / 4; ++i) {
         const int column = 8 * (i / 2) + 2 * lane.lane_pair + i % 2;
@@ -94,9 +95,9 @@ DEVICE void store_rows(
         const bool exists = column < num_rows;
         const int row = first_row + column;
         if (item.slot >= 0)
-            store_partial(o.out_partial + (static_cast<i64>(item.slot) * ROWS + row) * LATENT, v, exists, lane);
+            store_partial(o.out_partial + (static_cast<i64>(item.slot) * ROWS + row) * LATENT + latent, v, exists, lane);
         else if (exists)
-            store_final(o.out + o.out_rows.offset(item.request, row) + lane.value_latent(), v, aligned);
+            store_final(o.out + o.out_rows.offset(item.request, row) + latent, v, aligned);
     }
 }
 

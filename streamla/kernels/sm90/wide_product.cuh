@@ -5,10 +5,13 @@
 
 namespace streamla {
 
-// scores^T of a tile: 36 steps of 16 dimensions, two a commit group, one group in flight. Left in flight.
-DEVICE void score_tile(float (&s)[SCORES], u32 tokens, u64 query) {
+// A commit group is four wgmma; their A fragments are written while the group before is in flight, and written
+// again once the one after has been issued and this one is complete.
+using Fragments = u32[2][4][4];
+
+// scores^T of a tile: a group is a chunk of 64 dimensions.
+DEVICE void score_tile(float (&s)[SCORES], Fragments& a, u32 tokens, u64 query) {
     uint4 raw[2][2];  // chunk parity, accumulator row
-    u32 a[2][2][4];
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
         raw[chunk][0] = load_shared_u32x4(tokens + chunk * 64);
@@ -16,68 +19,67 @@ DEVICE void score_tile(float (&s)[SCORES], u32 tokens, u64 query) {
     }
 #pragma unroll
     for (int chunk = 0; chunk < QUERY_CHUNKS; ++chunk) {
+        u32(&now)[4][4] = a[chunk % 2];
         const uint4 low = raw[chunk % 2][0], high = raw[chunk % 2][1];
         const u32 words[4][2] = {{low.x, high.x}, {low.y, high.y}, {low.z, high.z}, {low.w, high.w}};
+        if (chunk > 1) wgmma_wait<1>();
 #pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            if (chunk > 0) wgmma_wait<1>();
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                widen_e4m3(words[2 * pair + i][0], a[pair][i][0], a[pair][i][2]);
-                widen_e4m3(words[2 * pair + i][1], a[pair][i][1], a[pair][i][3]);
-            }
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-                wgmma_f16<false>(s, a[pair][i], query + (chunk * QUERY_CHUNK + (2 * pair + i) * 32) / 16,
-                                 chunk + pair + i > 0);
-            wgmma_commit();
+        for (int step = 0; step < 4; ++step) {
+            widen_e4m3(words[step][0], now[step][0], now[step][2]);
+            widen_e4m3(words[step][1], now[step][1], now[step][3]);
         }
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+            wgmma_f16<false>(s, now[step], query + (chunk * QUERY_CHUNK + step * 32) / 16, chunk + step > 0);
+        wgmma_commit();
         if (chunk + 2 < QUERY_CHUNKS) {
             raw[chunk % 2][0] = load_shared_u32x4(tokens + (chunk + 2) * 64);
             raw[chunk % 2][1] = load_shared_u32x4(tokens + (chunk + 2) * 64 + 4 * ROW_BYTES);
         }
     }
+    wgmma_wait<0>();
 }
 
-// A fragments of two blocks (four latents): the tokens of places {0, 1, 8, 9}, four latents each, byte by byte.
-DEVICE void value_fragments(const u32 (&tokens)[4], u32 (&a)[2][4]) {
+// The tokens of one step of the values that a thread holds: eight latents of places {0, 1, 8, 9}.
+struct Values {
+    uint2 tokens[4];
+
+    DEVICE void load(u32 values, int step) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // places {0, 1}, then {8, 9}
-        const u32 first = tokens[2 * half], second = tokens[2 * half + 1];
-        widen_e4m3(__byte_perm(first, second, 0x5140), a[0][2 * half], a[0][2 * half + 1]);
-        widen_e4m3(__byte_perm(first, second, 0x7362), a[1][2 * half], a[1][2 * half + 1]);
+        for (int i = 0; i < 4; ++i) tokens[i] = load_shared_u32x2(values + (step * 8 + i * 2) * ROW_BYTES);
     }
-}
+    // A fragments of four blocks: two latents each, byte by byte from the tokens.
+    DEVICE void widen(u32 (&a)[4][4]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // places {0, 1}, then {8, 9}
+            const uint2 first = tokens[2 * half], second = tokens[2 * half + 1];
+            widen_e4m3(__byte_perm(first.x, second.x, 0x5140), a[0][2 * half], a[0][2 * half + 1]);
+            widen_e4m3(__byte_perm(first.x, second.x, 0x7362), a[1][2 * half], a[1][2 * half + 1]);
+            widen_e4m3(__byte_perm(first.y, second.y, 0x5140), a[2][2 * half], a[2][2 * half + 1]);
+            widen_e4m3(__byte_perm(first.y, second.y, 0x7362), a[3][2 * half], a[3][2 * half + 1]);
+        }
+    }
+};
 
-// out^T += V^T P^T over a tile: 4 steps of 16 tokens, each for the group's 4 blocks of 64 latents; two blocks a
-// commit group, one group in flight. Complete on return, and with it everything in flight before.
-DEVICE void value_tile(float (&out)[4][SCORES], u32 values, u64 probabilities) {
-    uint2 raw[2][4];    // step parity, token
-    u32 a[2][2][4];     // pair of blocks, block, register
+// out^T += V^T P^T over a tile: a group is a step of 16 tokens, for the warpgroup's 4 blocks of 64 latents. `held` is
+// step 0. `between(g)` runs in the shadow of group g. All is complete on return.
+constexpr int VALUE_GROUPS = TILE / 16;
+template <typename Between>
+DEVICE void value_tile(
+    float (&out)[4][SCORES], Fragments& a, Values& held, u32 values, u64 probabilities, Between between) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) raw[0][i] = load_shared_u32x2(values + i * 2 * ROW_BYTES);
+    for (int step = 0; step < VALUE_GROUPS; ++step) {
+        u32(&now)[4][4] = a[step % 2];
+        if (step > 1) wgmma_wait<1>();
+        held.widen(now);
+        wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < TILE / 16; ++step) {
-        const uint2(&now)[4] = raw[step % 2];
-        if (step + 1 < TILE / 16) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                raw[(step + 1) % 2][i] = load_shared_u32x2(values + ((step + 1) * 8 + i * 2) * ROW_BYTES);
-        }
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-            if (step > 0) wgmma_wait<1>();
-            if (pair == 0)
-                value_fragments({now[0].x, now[1].x, now[2].x, now[3].x}, a[pair]);
-            else
-                value_fragments({now[0].y, now[1].y, now[2].y, now[3].y}, a[pair]);
-            wgmma_fence();
-#pragma unroll
-            for (int block = 0; block < 2; ++block)
-                wgmma_f16<true>(out[2 * pair + block], a[pair][block], probabilities + step * 256 / 16, true);
-            wgmma_commit();
-        }
+        for (int block = 0; block < 4; ++block)
+            wgmma_f16<true>(out[block], now[block], probabilities + step * 256 / 16, true);
+        wgmma_commit();
+        if (step + 1 < VALUE_GROUPS) held.load(values, step + 1);
+        between(step);
     }
     wgmma_wait<0>();
 }

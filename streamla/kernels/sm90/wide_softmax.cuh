@@ -103,48 +103,63 @@ DEVICE void raise_references(const float (&s)[SCORES], float (&mass)[COLUMNS / 4
     }
 }
 
-// Probabilities of a tile to shared memory, and their sums to `mass`. `tile` counts the program's tiles.
-DEVICE void softmax_tile(
-    const float (&s)[SCORES], float (&mass)[COLUMNS / 4], u32 shared, int tile, const Lane& lane) {
-    float excess = NEG_INF;
+// Whether any score of the group's tile exceeds its reference by more than fp16 can bear. `excess`: the most that this
+// thread has met.
+DEVICE bool must_raise(float excess, const Lane& lane) {
+    return named_barrier_any(GROUP_BARRIER + lane.group, WARPGROUP, excess > LIMIT);
+}
+
+// Scores less their references to `excess`; a NaN exceeds nothing.
+DEVICE void measure(const float (&s)[SCORES], float& excess, u32 shared, const Lane& lane) {
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
         const float4 state = row_state(shared, block, lane);
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            excess = fmaxf(excess, fmaf(s[4 * block + 2 * row], state.x, -state.y));
-            excess = fmaxf(excess, fmaf(s[4 * block + 2 * row + 1], state.z, -state.w));
+        for (int i = 4 * block; i < 4 * block + 4; i += 2) {
+            excess = fmaxf(excess, fmaf(s[i], state.x, -state.y));
+            excess = fmaxf(excess, fmaf(s[i + 1], state.z, -state.w));
         }
     }
-    // Both groups have used the probabilities of the tile before, and its factors.
-    mbarrier_wait(shared + Shared::PROBABILITY_EMPTY, (tile & 1) ^ 1);
-    const bool raise = named_barrier_any(GROUP_BARRIER + lane.group, WARPGROUP, excess > LIMIT);
-    if (raise) raise_references(s, mass, shared, lane);
-    if (threadIdx.x % WARPGROUP == 0) store_shared(shared + Shared::RAISED, static_cast<u32>(raise));
+}
 
-    // Matrices of a stmatrix: rows (lane_row, 0) and (lane_row, 1) of one block, then of the next.
+// Scores of some blocks to probabilities, in place. They are of use if `excess` turns out to be bearable.
+DEVICE void exponentiate(
+    float (&s)[SCORES], float& excess, int first_block, int last_block, u32 shared, const Lane& lane) {
+#pragma unroll
+    for (int block = first_block; block < last_block; ++block) {
+        const float4 state = row_state(shared, block, lane);
+#pragma unroll
+        for (int i = 4 * block; i < 4 * block + 4; i += 2) {
+            const float low = fmaf(s[i], state.x, -state.y), high = fmaf(s[i + 1], state.z, -state.w);
+            excess = fmaxf(excess, fmaxf(low, high));
+            s[i] = exp2_in_shadow(low);
+            s[i + 1] = exp2_in_shadow(high);
+        }
+    }
+}
+
+// Both groups have used the probabilities of the tile before, and its factors. Tiles are counted over the program.
+DEVICE void wait_for_room(u32 tile, u32 shared) {
+    mbarrier_wait(shared + Shared::PROBABILITY_EMPTY, (tile & 1) ^ 1);
+}
+
+// Probabilities to shared memory, and their sums to `mass`. Matrices of a stmatrix: accumulator rows (lane_row, 0) and (lane_row, 1) of one
+// block, then of the next.
+DEVICE void publish(
+    const float (&p)[SCORES], float (&mass)[COLUMNS / 4], bool raised, u32 shared, const Lane& lane) {
+    if (threadIdx.x % WARPGROUP == 0) store_shared(shared + Shared::RAISED, static_cast<u32>(raised));
     const int l = threadIdx.x % WARP;
     const int place = 16 * lane.warp + l / 8 % 2 * 8 + l % 8 / 4 * 4 + l % 2 * 2 + l / 2 % 2;
     const u32 address = shared + Shared::PROBABILITY + l / 16 * (TILE * 16) + place * 16;
-    u32 packed[4];
 #pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-        const float4 state = row_state(shared, block, lane);
-        float p[4];
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-            p[2 * row] = exp2_approx(fmaf(s[4 * block + 2 * row], state.x, -state.y));
-            p[2 * row + 1] = exp2_approx(fmaf(s[4 * block + 2 * row + 1], state.z, -state.w));
-            packed[block % 2 * 2 + row] = pack_half2(p[2 * row], p[2 * row + 1]);
-        }
-        mass[2 * block] += p[0] + p[2];
-        mass[2 * block + 1] += p[1] + p[3];
-        if (block % 2)
-            store_matrix_x4(address + (block - 1) * (TILE * 16), packed[0], packed[1], packed[2], packed[3]);
-    }
+    for (int i = 0; i < SCORES; i += 8)
+        store_matrix_x4(address + i / 4 * (TILE * 16), pack_half2(p[i], p[i + 1]), pack_half2(p[i + 2], p[i + 3]),
+                        pack_half2(p[i + 4], p[i + 5]), pack_half2(p[i + 6], p[i + 7]));
     fence_async_proxy();
     __syncwarp();
     if (l == 0) mbarrier_arrive(shared + Shared::PROBABILITY_FULL);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 4; ++i) mass[i] += p[i / 2 * 4 + i % 2] + p[i / 2 * 4 + i % 2 + 2];
 }
 
 // Apply the factors of a tile that raised references. The owner's mass has them already.

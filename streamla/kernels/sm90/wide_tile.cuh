@@ -15,6 +15,7 @@ constexpr int NUM_HEADS = STREAMLA_NUM_HEADS;
 constexpr int SEQLEN_Q = STREAMLA_SEQLEN_Q;
 constexpr int PAGE_SIZE = STREAMLA_PAGE_SIZE;
 constexpr int ROW_TILES = STREAMLA_ROW_TILES;
+constexpr bool BULK_COPIES = STREAMLA_BULK_COPIES;  // every cache row begins at a multiple of 16 bytes
 
 constexpr int TILE = 64;
 constexpr int LATENT = 512;
@@ -85,6 +86,11 @@ DEVICE Item load_item(const int* work, int index) {
     return {head.x, head.y, head.z, head.w, work[index * 8 + 4]};
 }
 
+// Program p of the plan runs as ROW_TILES neighbouring blocks, which share its tokens. Both are read anew where they are
+// needed: registers are few.
+DEVICE int this_program() { return forget(blockIdx.x) / ROW_TILES; }
+DEVICE int this_first_row() { return forget(blockIdx.x) % ROW_TILES * TILE_ROWS; }
+
 // A (batch, seqlen_q, num_heads, *) tensor; strides in elements, the innermost is 1.
 struct Rows {
     i64 request, query, head;
@@ -104,7 +110,8 @@ DEVICE u32 token_offset(int token) { return token * ROW_BYTES + token / HALF * H
 //     row    16 * warp + lane_row + e / 2 * 8
 //     column 8 * block + 2 * lane_pair + e % 2
 struct Lane {
-    int group, warp, lane_row, lane_pair;
+    u32 group;
+    int warp, lane_row, lane_pair;
 
     DEVICE Lane()
         : group(threadIdx.x / WARPGROUP), warp(threadIdx.x / WARP % GROUP_WARPS),
