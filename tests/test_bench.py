@@ -25,6 +25,10 @@ class ReferenceCandidate:
     """The CPU implementation without the public API, so that a test can make it wrong."""
 
     version = "0"
+    peer = False
+    differs = None
+    cache = "stored"
+    error_budget = 8e-2
 
     def __init__(self, name="right", exact=True, spoil=None, refusal=None):
         self.name, self.exact = name, exact

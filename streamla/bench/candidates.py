@@ -1,4 +1,4 @@
-"""What is timed: ours, and later the peers, behind one small interface."""
+"""What is timed: ours and the peers, behind one small interface."""
 
 from __future__ import annotations
 
@@ -16,24 +16,31 @@ from streamla.spec import MLASpec
 from streamla.version import __version__
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prepared:
     """A candidate ready on one shape.
 
     Attributes:
-        call: runs the op on one region and leaves the result in `out`. Nothing else: no allocation that a
-            graph could not hold, no host work that a server would do once a step.
-        out: (batch, seqlen_q, num_heads, kv_lora_rank).
+        call: runs the op on one region, and returns the result or leaves it in `out`. Nothing else: no
+            allocation that a graph could not hold, no host work that a server would do once a step.
+        out: (batch, seqlen_q, num_heads, kv_lora_rank): the result of the last call.
         plan: the work of once a step, repeatable; None if there is none.
+        plan_on_host: the plan computes or waits on the host, so that no graph can hold it.
         programs, programs_busy, splits: of the plan, where it is known.
     """
 
-    call: Callable[[int], None]
+    call: Callable[[int], torch.Tensor | None]
     out: torch.Tensor
     plan: Callable[[], None] | None = None
+    plan_on_host: bool = False
     programs: int | None = None
     programs_busy: int | None = None
     splits: int | None = None
+
+    def __call__(self, region: int) -> None:
+        result = self.call(region)
+        if result is not None:
+            self.out = result.view(self.out.shape)
 
 
 class Candidate(Protocol):
@@ -41,12 +48,20 @@ class Candidate(Protocol):
 
     Attributes:
         name: unique in a run. version: of the library that does the work.
+        peer: of another library; its failure is a note in a record, where ours is an error.
         exact: it rounds neither the query nor the cached values further than they come.
+        differs: in what its work is not the same, in a few words; None if in nothing.
+        cache: "stored" reads the bytes of the workload, "bf16" a copy of its values in bfloat16.
+        error_budget: of a candidate that is not exact, what |out - oracle| / |oracle| may be.
     """
 
     name: str
     version: str
+    peer: bool
     exact: bool
+    differs: str | None
+    cache: str
+    error_budget: float | None
 
     def refuse(self, spec: MLASpec, device: torch.device) -> str | None:
         """Why it cannot take this spec here, in a sentence; None if it can."""
@@ -58,8 +73,12 @@ class Candidate(Protocol):
 class Streamla:
     """An implementation of this library, through the public API."""
 
-    exact = True
     version = __version__
+    peer = False
+    exact = True
+    differs: str | None = None
+    cache = "stored"
+    error_budget: float | None = None
 
     def __init__(self, impl: str) -> None:
         self.name = impl
@@ -98,6 +117,12 @@ class Streamla:
             programs_busy=int((items > 0).sum()),
             splits=max(1, int(splits.max())) if splits.numel() else 0,
         )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception, short enough for a note."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
 
 
 def choose(impls: list[str], device: torch.device) -> Callable[[MLASpec], list[Candidate]]:

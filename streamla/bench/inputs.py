@@ -8,11 +8,12 @@ in a server, where 60 other layers have run since this cache was last read.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from streamla.bench.workloads import Workload
-from streamla.formats import encode_rows
+from streamla.formats import decode_rows, encode_rows
 from streamla.spec import KVFormat, MLASpec
 
 SOFTMAX_SCALE = 192**-0.5  # of the models: 128 + 64 before absorption
@@ -33,6 +34,7 @@ class Inputs:
         cache_seqlens: (batch,) int32.
         k_scale: (1,) float32, or None if the format has none.
         region_words: (regions, words) int32: the memory of each region, in address order.
+        pool: where `kv_cache` lies.
     """
 
     workload: Workload
@@ -42,6 +44,7 @@ class Inputs:
     cache_seqlens: torch.Tensor
     k_scale: torch.Tensor | None
     region_words: torch.Tensor
+    pool: CachePool
     softmax_scale: float = SOFTMAX_SCALE
 
     @property
@@ -73,6 +76,7 @@ class CachePool:
         self, workloads: list[Workload], device: torch.device, l2_bytes: int, seed: int = 0
     ) -> None:
         spec = workloads[0].spec
+        self.spec = spec
         self.l2_bytes = l2_bytes
         self.generator = torch.Generator(device).manual_seed(seed)
         self.k_scale = None
@@ -98,17 +102,28 @@ class CachePool:
         rows[whole:].copy_(pattern[: tokens - whole])
         return rows
 
+    @cached_property
+    def bf16_rows(self) -> torch.Tensor:
+        """(tokens, head_dim): the same values in bfloat16, for candidates that read nothing else."""
+        stored = self.rows.view(self.spec.kv_format.storage_dtype)
+        if self.spec.kv_format is KVFormat.BF16:
+            return stored
+        count = min(len(self.rows), PATTERN_ROWS)
+        pattern = decode_rows(stored[:count], self.spec, self.k_scale).to(torch.bfloat16)
+        rows = pattern.new_empty((len(self.rows), self.spec.head_dim))
+        whole = len(rows) // count * count
+        rows[:whole].view(-1, count, self.spec.head_dim).copy_(pattern)
+        rows[whole:].copy_(pattern[: len(rows) - whole])
+        return rows
+
     def inputs(self, workload: Workload) -> Inputs:
         """Queries, lengths and page tables of a shape, on views of the pool."""
         spec, device = workload.spec, self.rows.device
         regions, pages = num_regions(workload, self.l2_bytes), pages_of(workload)
         per_region = sum(pages)
 
-        dtype = (
-            torch.uint8 if spec.kv_format is KVFormat.FP8_DS_MLA else spec.kv_format.storage_dtype
-        )
         num_pages = self.rows.shape[0] // spec.page_size
-        cache = self.rows[: num_pages * spec.page_size].view(dtype)
+        cache = self.rows[: num_pages * spec.page_size].view(spec.kv_format.storage_dtype)
         cache = cache.view(num_pages, spec.page_size, spec.row_width)
 
         keys = torch.rand((regions, per_region), device=device, generator=self.generator)
@@ -125,7 +140,7 @@ class CachePool:
         q = torch.randn(shape, device=device, generator=self.generator).to(torch.bfloat16)
         seqlens = torch.tensor(workload.lengths, dtype=torch.int32, device=device)
         words = self._region_words(regions, per_region * spec.page_size, workload.bytes)
-        return Inputs(workload, q, cache, tables, seqlens, self.k_scale, words)
+        return Inputs(workload, q, cache, tables, seqlens, self.k_scale, words, self)
 
     def _region_words(self, regions: int, tokens: int, num_bytes: int) -> torch.Tensor:
         # A region is contiguous, so its pages in address order are one long run. Of a last page only the

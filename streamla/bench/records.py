@@ -19,10 +19,12 @@ class Record:
         cache_seqlens: every length where they differ, else None.
         bytes: what must be read of the cache.
         impl, version, exact: the candidate; exact if it neither rounds the query nor the cache further.
+        peer: it is another library's. differs: in what its work is not the same, or None.
+        cache, read_bytes: the form of the cache it reads ("stored", or "bf16" made ahead), and its bytes.
         us, us_p25, us_p75: graph replay (on a CPU: wall clock), a call, cold cache.
         us_eager: issued one by one from Python. plan_us: the plan, once a step, not part of `us`.
         floor_us: reading the same bytes, in the same rounds. x_floor = us / floor_us.
-        gbps: bytes / us. roof: "memory" or "compute", whichever bounds the shape by the vendor's rates.
+        gbps: read_bytes / us. roof: "memory" or "compute", whichever bounds the shape by the vendor's rates.
         error: |out - oracle| / |oracle| in the 2-norm, over the requests in `checked`.
         budget_used: share of its error budget used by the worst row; over 1 is wrong and has no time.
         programs, programs_busy, splits: of the plan.
@@ -42,6 +44,10 @@ class Record:
     impl: str
     version: str
     exact: bool
+    peer: bool = False
+    differs: str | None = None
+    cache: str = "stored"
+    read_bytes: int | None = None
     us: float | None = None
     us_p25: float | None = None
     us_p75: float | None = None
@@ -75,6 +81,7 @@ class Results:
         scaled_down: contexts were divided by this; 1 on a GPU.
         gpu_state: NVML's clocks, temperature and power before and after, or None.
         traffic: how a trace was replayed, one entry a concurrency.
+        absent: peers that were asked for and are not here: name, reason, install.
     """
 
     command: str
@@ -89,6 +96,7 @@ class Results:
     records: list[Record]
     gpu_state: dict | None = None
     traffic: list[dict] = field(default_factory=list)
+    absent: list[dict] = field(default_factory=list)
     schema: str = SCHEMA
 
 

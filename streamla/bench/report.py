@@ -67,9 +67,9 @@ def bench_table(records: Sequence[Record], measured_on: str) -> Table:
         table.add_column(SPEC_COLUMNS[name], justify="right", no_wrap=True)
     if several:
         table.add_column("impl", no_wrap=True)
-    floor = ["of floor", "x floor"] if any(r.floor_us for r in records) else []
-    for name in ("MB", "us", "spread", "GB/s", *floor, "error", "busy"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = _columns(records)
+    for name in columns:
+        table.add_column(name, justify="left" if name == "differs" else "right", no_wrap=True)
     previous = None
     for r in records:
         shape = [shape_text(r), *(str(getattr(r, n)) for n in axes)]
@@ -78,26 +78,43 @@ def bench_table(records: Sequence[Record], measured_on: str) -> Table:
         repeated = several and previous == shape
         previous = shape
         first = [""] * len(shape) if repeated else shape
-        table.add_row(*first, *([r.impl] if several else []), *_measured(r, bool(floor)))
+        cells = _cells(r)
+        table.add_row(*first, *([r.impl] if several else []), *(cells[n] for n in columns))
     return table
 
 
-def _measured(r: Record, floor: bool) -> list[str]:
-    error = "" if r.error is None else f"{r.error:.1e}"
-    busy = "" if r.programs_busy is None else f"{r.programs_busy}/{r.programs}"
-    megabytes = three_digits(r.bytes / 1e6)
-    if r.us is None or r.us_p25 is None or r.us_p75 is None or r.gbps is None:
-        return [megabytes, "-", "", "", *(["", ""] if floor else []), error, busy]
-    shares = [f"{1 / r.x_floor:.1%}", f"{r.x_floor:.2f}"] if r.x_floor else []
+def _columns(records: Sequence[Record]) -> list[str]:
+    """With peers, what differs in their work takes the room of what only our plans have."""
+    peers = any(r.peer for r in records)
+    floor = any(r.floor_us for r in records)
     return [
-        megabytes,
-        three_digits(r.us),
-        f"{(r.us_p75 - r.us_p25) / r.us:.1%}",
-        three_digits(r.gbps),
-        *shares,
-        error,
-        busy,
+        *([] if peers else ["MB"]),
+        *("us", "spread", "GB/s"),
+        *([] if peers or not floor else ["of floor"]),
+        *(["x floor"] if floor else []),
+        "error",
+        "differs" if peers else "busy",
     ]
+
+
+def _cells(r: Record) -> dict[str, str]:
+    cells = {
+        "MB": three_digits((r.read_bytes or r.bytes) / 1e6),
+        "us": "-", "spread": "", "GB/s": "", "of floor": "", "x floor": "",
+        "error": "" if r.error is None else f"{r.error:.1e}",
+        "busy": "" if r.programs_busy is None else f"{r.programs_busy}/{r.programs}",
+        "differs": r.differs or "",
+    }  # fmt: skip
+    if r.us is None or r.us_p25 is None or r.us_p75 is None or r.gbps is None:
+        return cells
+    cells |= {
+        "us": three_digits(r.us),
+        "spread": f"{(r.us_p75 - r.us_p25) / r.us:.1%}",
+        "GB/s": three_digits(r.gbps),
+    }
+    if r.x_floor:
+        cells |= {"of floor": f"{1 / r.x_floor:.1%}", "x floor": f"{r.x_floor:.2f}"}
+    return cells
 
 
 def three_digits(value: float) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from streamla.arch import Arch, arch_of
 from streamla.bench import floor, timing
-from streamla.bench.candidates import Candidate, Prepared
+from streamla.bench.candidates import Candidate, Prepared, first_line
 from streamla.bench.check import Checked, Oracle
 from streamla.bench.inputs import CachePool, Inputs
 from streamla.bench.records import Record
@@ -20,8 +21,43 @@ from streamla.bench.workloads import Workload
 from streamla.spec import MLASpec
 
 FLOOR = "floor"
+LOST = "no time: the GPU was lost in "
 PLAN_LAUNCHES = 16
 WARM_SECONDS = 0.2  # of reading, before the clocks are read
+T = TypeVar("T")
+
+
+class DeviceLost(RuntimeError):
+    """A peer left the GPU in an error that ends every later call of this process."""
+
+
+@dataclass
+class Entry:
+    """A candidate on one shape: its record so far, and itself ready, or None once it is out."""
+
+    candidate: Candidate
+    record: Record
+    prepared: Prepared | None = None
+
+    def attempt(self, action: Callable[[], T]) -> T | None:
+        """`action()`. A peer that fails in it is out, with a note; our own failure is raised."""
+        try:
+            result = action()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return result
+        except Exception as error:
+            if not self.candidate.peer:
+                raise
+            self.prepared = None
+            self.record = replace(self.record, note=f"no time: {first_line(error)}")
+        if torch.cuda.is_available():
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                raise DeviceLost(f"{self.record.impl}: {first_line(error)}") from error
+        return None
 
 
 def run(
@@ -58,11 +94,17 @@ def run(
             chosen = candidates(workload.spec)
             records[index] = _measure(pool.inputs(workload), chosen, arch, device)
             on_shape(workload)
+            if any(r.note and r.note.startswith(LOST) for r in records[index]):
+                return _in_order(records), None
         if cuda:
             states[1:] = [_busy_state(pool, arch, device)]
         del pool
     state = timing.state_record(states[0], states[-1]) if any(states) else None
-    return [record for index in sorted(records) for record in records[index]], state
+    return _in_order(records), state
+
+
+def _in_order(records: dict[int, list[Record]]) -> list[Record]:
+    return [record for index in sorted(records) for record in records[index]]
 
 
 def _busy_state(pool: CachePool, arch: Arch, device: torch.device) -> timing.GPUState | None:
@@ -86,44 +128,68 @@ def _measure(
 ) -> list[Record]:
     """The records of one shape."""
     oracle = Oracle(inputs)
-    records, ready = [], {}
-    for candidate in candidates:
-        record, prepared = _check(candidate, inputs, oracle, arch, device)
-        records.append(record)
-        if prepared is not None:
-            ready[candidate.name] = prepared
-    if not ready:
-        return records
-    calls: dict[str, list[Callable[[], None]]] = {
-        name: [partial(prepared.call, region) for region in range(inputs.regions)]
-        for name, prepared in ready.items()
-    }
-    if device.type == "cuda":
-        calls[FLOOR] = _floor_calls(inputs, arch, device)
-        times = timing.time_graphs(calls)
-        eager = {name: timing.time_eager(calls[name]).us for name in ready}
-        plans = _plan_times({n: p.plan for n, p in ready.items() if p.plan is not None})
-    else:
-        times, eager = timing.time_cpu(calls), {}
-        steps = {n: [p.plan] for n, p in ready.items() if p.plan is not None}
-        plans = {n: t.us for n, t in timing.time_cpu(steps).items()}
-    for i, record in enumerate(records):
-        if record.impl in ready:
-            timed = _timed(record, times[record.impl], times.get(FLOOR), eager, plans)
-            # The graphs have left the result of the last region behind: it must still be right.
-            checked = oracle.check(ready[record.impl].out, record.exact)
-            records[i], _ = _judged(timed, checked, " after replay")
-    return records
+    entries = [Entry(c, _empty_record(c, inputs.workload, arch)) for c in candidates]
+    try:
+        for entry in entries:
+            entry.attempt(partial(_check, entry, inputs, oracle, device))
+        if device.type == "cuda":
+            _time_on_gpu(entries, inputs, oracle, arch, device)
+        else:
+            _time_on_cpu(entries, inputs, oracle)
+    except DeviceLost as error:
+        return [replace(e.record, us=None, note=f"{LOST}{error}") for e in entries]
+    return [entry.record for entry in entries]
 
 
-def _check(
-    candidate: Candidate, inputs: Inputs, oracle: Oracle, arch: Arch, device: torch.device
-) -> tuple[Record, Prepared | None]:
-    """A record without times, and the candidate ready to be timed if it is right."""
-    workload = inputs.workload
+def _time_on_gpu(
+    entries: Sequence[Entry], inputs: Inputs, oracle: Oracle, arch: Arch, device: torch.device
+) -> None:
+    graphs = {FLOOR: timing.capture(_floor_calls(inputs, arch, device))}
+    for entry in _ready(entries):
+        graph = entry.attempt(partial(timing.capture, _calls(entry, inputs)))
+        if graph is not None:
+            graphs[entry.record.impl] = graph
+    if not _ready(entries):
+        return
+    times = timing.time_replays(graphs)
+    for entry in _ready(entries):
+        entry.record = _timed(entry.record, times[entry.record.impl], times[FLOOR])
+        # The graphs have left the result of the last region behind: it must still be right.
+        _judge(entry, oracle, " after replay")
+    for entry in _ready(entries):
+        eager = entry.attempt(partial(timing.time_eager, _calls(entry, inputs)))
+        plan = entry.attempt(partial(_plan_us, entry.prepared))
+        entry.record = replace(entry.record, us_eager=eager.us if eager else None, plan_us=plan)
+
+
+def _time_on_cpu(entries: Sequence[Entry], inputs: Inputs, oracle: Oracle) -> None:
+    ready = _ready(entries)
+    times = timing.time_cpu({e.record.impl: _calls(e, inputs) for e in ready})
+    plans = {e.record.impl: [e.prepared.plan] for e in ready if e.prepared and e.prepared.plan}
+    plan_times = timing.time_cpu(plans)
+    for entry in ready:
+        name = entry.record.impl
+        entry.record = _timed(entry.record, times[name], None)
+        if name in plan_times:
+            entry.record = replace(entry.record, plan_us=plan_times[name].us)
+        _judge(entry, oracle, " after replay")
+
+
+def _ready(entries: Sequence[Entry]) -> list[Entry]:
+    return [entry for entry in entries if entry.prepared is not None]
+
+
+def _calls(entry: Entry, inputs: Inputs) -> list[Callable[[], None]]:
+    """One call a region."""
+    assert entry.prepared is not None
+    return [partial(entry.prepared, region) for region in range(inputs.regions)]
+
+
+def _empty_record(candidate: Candidate, workload: Workload, arch: Arch) -> Record:
     spec = workload.spec
     even = len(set(workload.lengths)) <= 1
-    record = Record(
+    row_bytes = 2 * spec.head_dim if candidate.cache == "bf16" else spec.row_bytes
+    return Record(
         grid=workload.grid,
         num_heads=spec.num_heads,
         kv_format=spec.kv_format.value,
@@ -137,22 +203,43 @@ def _check(
         impl=candidate.name,
         version=candidate.version,
         exact=candidate.exact,
+        peer=candidate.peer,
+        differs=candidate.differs,
+        cache=candidate.cache,
+        read_bytes=workload.tokens * row_bytes,
         roof=roof(workload, arch),
     )
-    refusal = candidate.refuse(spec, device)
+
+
+def _check(entry: Entry, inputs: Inputs, oracle: Oracle, device: torch.device) -> None:
+    """Prepare a candidate and compare it with the oracle; it stays ready only if it is right."""
+    candidate = entry.candidate
+    refusal = candidate.refuse(inputs.workload.spec, device)
     if refusal:
-        return replace(record, note=refusal), None
+        entry.record = replace(entry.record, note=refusal)
+        return
     prepared = candidate.prepare(inputs)
-    last = partial(prepared.call, inputs.regions - 1)
-    checked = oracle.check_calls(last, prepared.out, candidate.exact)
-    record = replace(
-        record,
+    checked = oracle.check_calls(prepared, inputs.regions - 1, _rounded(candidate))
+    entry.record = replace(
+        entry.record,
         programs=prepared.programs,
         programs_busy=prepared.programs_busy,
         splits=prepared.splits,
     )
-    record, right = _judged(record, checked, "")
-    return record, prepared if right else None
+    entry.record, right = _judged(entry.record, checked, "")
+    entry.prepared = prepared if right else None
+
+
+def _judge(entry: Entry, oracle: Oracle, when: str) -> None:
+    assert entry.prepared is not None
+    checked = oracle.check(entry.prepared.out, _rounded(entry.candidate))
+    entry.record, right = _judged(entry.record, checked, when)
+    if not right:
+        entry.prepared = None
+
+
+def _rounded(candidate: Candidate) -> float | None:
+    return None if candidate.exact else candidate.error_budget
 
 
 def _judged(record: Record, checked: Checked, when: str) -> tuple[Record, bool]:
@@ -174,12 +261,14 @@ def _floor_calls(inputs: Inputs, arch: Arch, device: torch.device) -> list[Calla
     return [partial(floor.read, words, folded) for words in inputs.region_words]
 
 
-def _plan_times(plans: dict[str, Callable[[], None]]) -> dict[str, float]:
+def _plan_us(prepared: Prepared | None) -> float | None:
     """Microseconds of a plan, the same one over and over: its inputs are small and warm."""
-    calls = {name: [plan] * PLAN_LAUNCHES for name, plan in plans.items()}
-    return (
-        {name: t.us for name, t in timing.time_graphs(calls, repeats=11).items()} if calls else {}
-    )
+    if prepared is None or prepared.plan is None:
+        return None
+    if prepared.plan_on_host:
+        return timing.time_eager([prepared.plan]).us
+    calls = {"plan": [prepared.plan] * PLAN_LAUNCHES}
+    return timing.time_graphs(calls, repeats=11)["plan"].us
 
 
 def roof(workload: Workload, arch: Arch) -> str | None:
@@ -190,22 +279,14 @@ def roof(workload: Workload, arch: Arch) -> str | None:
     return "memory" if reading >= workload.flops / arch.flops_per_s else "compute"
 
 
-def _timed(
-    record: Record,
-    times: timing.Times,
-    floor_times: timing.Times | None,
-    eager: dict[str, float],
-    plans: dict[str, float],
-) -> Record:
+def _timed(record: Record, times: timing.Times, floor_times: timing.Times | None) -> Record:
     return replace(
         record,
         us=times.us,
         us_p25=times.us_p25,
         us_p75=times.us_p75,
         repeats=times.repeats,
-        us_eager=eager.get(record.impl),
-        plan_us=plans.get(record.impl),
         floor_us=floor_times.us if floor_times else None,
         x_floor=times.us / floor_times.us if floor_times else None,
-        gbps=record.bytes / times.us / 1e3,
+        gbps=(record.read_bytes or record.bytes) / times.us / 1e3,
     )

@@ -32,6 +32,17 @@ class Times:
     repeats: int
 
 
+@dataclass(frozen=True)
+class Graph:
+    """A CUDA graph and how many calls a replay of it makes."""
+
+    cuda_graph: torch.cuda.CUDAGraph
+    calls: int
+
+    def replay(self) -> None:
+        self.cuda_graph.replay()
+
+
 def summary(samples: Sequence[float]) -> Times:
     """Median and quartiles."""
     values = torch.tensor(samples, dtype=torch.float64)
@@ -46,29 +57,32 @@ def time_graphs(calls: Calls, repeats: int | None = None) -> dict[str, Times]:
         calls: what to time; every call has run once already (nothing is compiled here).
         repeats: replays of each graph; None for as many as fit SECONDS_A_SHAPE.
     """
-    graphs = {name: _capture(sequence) for name, sequence in calls.items()}
+    return time_replays({name: capture(sequence) for name, sequence in calls.items()}, repeats)
+
+
+def time_replays(graphs: Mapping[str, Graph], repeats: int | None = None) -> dict[str, Times]:
+    """Times of a call, from replays in turn of graphs that hold several calls each."""
     once = {name: _queue_replays({name: graph}, 2)[name][-1] for name, graph in graphs.items()}
     if repeats is None:
         fitting = int(SECONDS_A_SHAPE * 1e3 / sum(once.values()))
         repeats = min(MAX_REPEATS, max(MIN_REPEATS, fitting))
     samples = _queue_replays(graphs, repeats)
     return {
-        name: summary([ms * 1e3 / len(calls[name]) for ms in milliseconds])
+        name: summary([ms * 1e3 / graphs[name].calls for ms in milliseconds])
         for name, milliseconds in samples.items()
     }
 
 
-def _capture(calls: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
+def capture(calls: Sequence[Callable[[], None]]) -> Graph:
+    """Calls as one graph; each has run once already."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return graph
+    return Graph(graph, len(calls))
 
 
-def _queue_replays(
-    graphs: Mapping[str, torch.cuda.CUDAGraph], repeats: int
-) -> dict[str, list[float]]:
+def _queue_replays(graphs: Mapping[str, Graph], repeats: int) -> dict[str, list[float]]:
     """Milliseconds of each replay, in rounds of one replay a graph."""
     events: dict[str, list] = {name: [] for name in graphs}
     for _ in range(repeats):

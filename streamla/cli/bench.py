@@ -45,6 +45,9 @@ def bench(
     impl: Annotated[
         str, typer.Option(help="Implementations to time; several: auto,portable.")
     ] = "auto",
+    peers: Annotated[
+        str, typer.Option(help="Other libraries' kernels beside ours: all, none, or names.")
+    ] = "none",
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")
     ] = None,
@@ -70,7 +73,8 @@ def bench(
         )
     else:
         workloads, traffic = _grids(grid, spec), []
-    results = _run(_fit(workloads, scale), impl.split(","), where, scale, traffic, seed, json)
+    workloads = _fit(workloads, scale)
+    results = _run(workloads, impl.split(","), peers.split(","), where, scale, traffic, seed, json)
     if json is not None:
         _save(results, json)
     if console.quiet(json):
@@ -87,7 +91,7 @@ def bench(
     for note in notes(results.records):
         console.out.print(note, style="yellow", highlight=False, markup=False)
     _print_conditions(results)
-    if any(r.checked and r.us is None for r in results.records):
+    if any(r.checked and r.us is None and not r.peer for r in results.records):
         raise typer.Exit(1)
 
 
@@ -152,16 +156,20 @@ def _fit(workloads: list[Workload], scale: int) -> list[Workload]:
 def _run(
     workloads: list[Workload],
     impls: list[str],
+    peers: list[str],
     device: torch.device,
     scale: int,
     traffic: list[dict],
     seed: int,
     json: Path | None,
 ) -> Results:
+    from dataclasses import asdict
+
     import torch
     import triton
 
     from streamla.arch import arch_of
+    from streamla.bench import peers as other
     from streamla.bench.candidates import choose
     from streamla.bench.records import Results
     from streamla.bench.run import run
@@ -177,11 +185,13 @@ def _run(
     if not cuda:
         torch.set_num_threads(1)  # the small shapes lose more by sharing than they gain
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    chosen = choose(impls, device)
+    ours = choose(impls, device)
+    found, absent = other.find(peers)
     with console.progress("Benchmark", len(workloads)) as bar:
         records, state = run(
-            workloads, chosen, device, seed=seed, on_shape=lambda w: console.advance(bar, w.label)
-        )
+            workloads, lambda spec: [*ours(spec), *found], device,
+            seed=seed, on_shape=lambda w: console.advance(bar, w.label),
+        )  # fmt: skip
     return Results(
         command=_command(sys.argv[1:]),
         device=device.type,
@@ -195,6 +205,7 @@ def _run(
         records=records,
         gpu_state=state,
         traffic=traffic,
+        absent=[asdict(a) for a in absent],
     )
 
 
@@ -227,6 +238,10 @@ def _print_conditions(results: Results) -> None:
     """What a reader must know to believe the table."""
     from streamla.bench.timing import GPUState, drift
 
+    for a in results.absent:
+        console.out.print(
+            f"absent: {a['name']}, {a['reason']} ({a['install']})", style="dim", highlight=False
+        )
     for t in results.traffic:
         faster = (
             f", arrivals {t['speedup']} times faster than in the trace" if t["speedup"] > 1 else ""
