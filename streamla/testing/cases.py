@@ -173,12 +173,12 @@ def _queries() -> Iterator[Case]:
         causal=False, kv_format="bf16", data="spike",
     )  # fmt: skip
     yield Case(
-        "causal-96-heads", "96 heads x 4 queries: 384 query rows of one request", (66, 5),
+        "causal-96-heads", "96 heads x 4 queries: 384 query rows of one request", (66,),
         seqlen_q=4, num_heads=96,
     )  # fmt: skip
     yield Case(
         "causal-split", "a causal query may see nothing of the last split", (513, 449), seqlen_q=4,
-        num_heads=8, kv_format="bf16",
+        num_heads=4, kv_format="bf16",
     )  # fmt: skip
     yield Case(
         "more-query-rows-than-requests", "batch * seqlen_q rows and a table of batch rows",
