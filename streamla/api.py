@@ -1,6 +1,7 @@
 """The public calls: validate, select, launch.
 
     plan = streamla.plan(cache_seqlens, spec)                      # once a step
+    q = streamla.epilogue(q_nope, q_pe, kv_c, k_pe, kv_cache, slots, spec)     # once a layer
     out = streamla.decode(q, kv_cache, page_table, plan, softmax_scale=scale)  # once a layer
 
 No call synchronises with the device, and with `out=` and `lse=` none allocates, so all of them may be
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from streamla import checks, ops
+from streamla import checks, checks_epilogue, ops
 from streamla.arch import arch_of
 from streamla.plan import CostModel, DecodePlan, empty_plan
 from streamla.select import refusals, select
@@ -194,6 +195,81 @@ def decode(
     torch.ops.streamla.decode(*arguments)
     out, lse = arguments[-5], arguments[-4]
     return (out, lse) if return_lse else out
+
+
+def epilogue(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    spec: MLASpec,
+    *,
+    q_out: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    rope: str | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    q_format: KVFormat | str = KVFormat.BF16,
+    reserved_slot: int | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """What comes between the projections and attention: rotate, write the new rows, join the query.
+
+    One launch. Values are rotated in float32 and rounded once, to what is stored. Every argument but the
+    spec, the formats and the strides may change between replays of a graph.
+
+    Args:
+        q_nope: (tokens, num_heads, kv_lora_rank) bfloat16, the absorbed query; any strides, the last
+            dimension contiguous, as for q_pe, kv_c and k_pe.
+        q_pe: (tokens, num_heads, qk_rope_head_dim) bfloat16, not rotated.
+        kv_c: (tokens, kv_lora_rank) bfloat16, the normalised latent.
+        k_pe: (tokens, qk_rope_head_dim) bfloat16, not rotated.
+        kv_cache: as for `decode`; the rows of `slot_mapping` are written, in the spec's format.
+        slot_mapping: (tokens,) int64, page * page_size + place in the page, every slot once. A negative slot
+            writes no row, and neither do the tokens past the end of a shorter mapping; their queries
+            are written all the same.
+        spec: the cache's format, page size and widths, and the heads.
+        q_out: (at least tokens, num_heads, head_dim) of q_format's dtype (fp8 also as uint8), written up to
+            `tokens`; else a new tensor. It may not overlap an input.
+        positions: (tokens,) int64, rows of cos_sin. None rotates nothing (NoPE).
+        cos_sin: (num_positions, qk_rope_head_dim) float32: the cosines, then the sines.
+        rope: which values are pairs: "interleaved" (2i, 2i + 1) or "neox" (i, i + half).
+        q_scale: one float32 on the device, for an fp8 query: real = stored * q_scale. None is 1.
+        k_scale: the same for an fp8 cache, as `decode` takes it.
+        q_format: "bf16", whatever the cache's format, or "fp8_e4m3fn" or "fp8_e4m3fnuz". fp8 saturates;
+            NaN stays NaN. `decode` takes bf16.
+        reserved_slot: a slot that is never written, whoever names it (engines keep padding there).
+        impl: as for `plan`.
+
+    Returns:
+        The query (tokens, num_heads, head_dim): the first rows of q_out if it was given. `decode` takes
+        it as `q.unflatten(0, (batch, seqlen_q))`.
+
+    Raises:
+        ValueError, TypeError: an argument is not as above. Slots past the pool, slots given twice, and
+            positions past the table of tokens that write a row are found on the CPU, and on a GPU with
+            STREAMLA_DEBUG=1 (which synchronises); without, such a slot writes nothing, which of two
+            rows stays is open, and such a position counts as the table's last.
+    """
+    if not isinstance(spec, MLASpec):
+        raise TypeError(f"spec: need an MLASpec; got {type(spec).__name__}")
+    checks_epilogue.check_inputs(
+        q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, spec, reserved_slot
+    )
+    tokens, device = q_nope.shape[0], q_nope.device
+    checks_epilogue.check_rope(positions, cos_sin, rope, tokens, spec, device)
+    checks.check_one_scale("k_scale", k_scale, spec.kv_format, "cache", device)
+    q_out, q_format = checks_epilogue.check_query(q_out, q_format, q_scale, tokens, spec, device)
+    checks_epilogue.check_values(slot_mapping, positions, cos_sin, kv_cache, spec, reserved_slot)
+    facts = ops.spec_facts(_choose(spec, device, impl)[0], spec)
+    torch.ops.streamla.epilogue(
+        q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, q_out, positions, cos_sin, rope,
+        q_scale, k_scale, q_format.value, reserved_slot, facts,
+    )  # fmt: skip
+    return q_out if q_out.shape[0] == tokens else q_out[:tokens]
 
 
 def _arguments(

@@ -170,17 +170,23 @@ def check_pages(page_table: torch.Tensor, num_pages: int, plan: DecodePlan) -> N
 
 
 def check_k_scale(k_scale: torch.Tensor | None, plan: DecodePlan) -> torch.Tensor | None:
-    if k_scale is None:
-        return None
-    kv_format = plan.spec.kv_format
-    if not kv_format.has_scale:
-        raise ValueError(f"k_scale: a {kv_format.value} cache has no scale; pass None")
-    if not isinstance(k_scale, torch.Tensor):
-        raise TypeError(f"k_scale: need a float32 tensor; got {type(k_scale).__name__}")
-    if k_scale.numel() != 1:
-        raise ValueError(f"k_scale: need one element; got shape {tuple(k_scale.shape)}")
-    check_tensor("k_scale", k_scale.reshape(1), (1,), torch.float32, plan.device)
+    check_one_scale("k_scale", k_scale, plan.spec.kv_format, "cache", plan.device)
     return k_scale
+
+
+def check_one_scale(
+    name: str, scale: torch.Tensor | None, fmt: KVFormat, holder: str, device: torch.device
+) -> None:
+    """None, or one float32 on the device if what is stored in `fmt` has a scale."""
+    if scale is None:
+        return
+    if not fmt.has_scale:
+        raise ValueError(f"{name}: a {fmt.value} {holder} has no scale; pass None")
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"{name}: need a float32 tensor; got {type(scale).__name__}")
+    if scale.numel() != 1:
+        raise ValueError(f"{name}: need one element; got shape {tuple(scale.shape)}")
+    check_tensor(name, scale.reshape(1), (1,), torch.float32, device)
 
 
 def check_scale(softmax_scale: float) -> float:

@@ -6,12 +6,13 @@ A plan crosses the boundary as its tensors and one string of its static facts.
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 
 import torch
 
 from streamla.plan import CostModel, DecodePlan
 from streamla.select import IMPLS
-from streamla.spec import MLASpec
+from streamla.spec import KVFormat, MLASpec
 
 _PLAN = (
     "Tensor{0} work, Tensor{1} work_indptr, Tensor{2} split_indptr, Tensor{3} status, "
@@ -36,6 +37,11 @@ library.define(f"plan(Tensor cache_seqlens, {_filled}) -> ()")
 library.define(f"attention({_INPUTS}, {_worked}, {_OUTPUTS}, {_OPTIONS}) -> ()")
 library.define(f"merge({_written()}, {_OUTPUTS}, float lse_scale) -> ()")
 library.define(f"decode({_INPUTS}, {_worked}, {_OUTPUTS}, {_OPTIONS}) -> ()")
+library.define(
+    "epilogue(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, "
+    "Tensor slot_mapping, Tensor(b!) q_out, Tensor? positions, Tensor? cos_sin, str? rope, "
+    "Tensor? q_scale, Tensor? k_scale, str q_format, int? reserved_slot, str facts) -> ()"
+)
 
 
 def plan_arguments(plan: DecodePlan) -> tuple:
@@ -47,25 +53,37 @@ def plan_arguments(plan: DecodePlan) -> tuple:
 
 
 def facts_of(plan: DecodePlan) -> str:
-    spec, cost = plan.spec, plan.cost
+    cost = plan.cost
     limit = -1 if plan.max_seqlen is None else plan.max_seqlen
     return (
-        f"{plan.impl} {spec.kv_format.value} {spec.num_heads} {spec.page_size} {spec.seqlen_q} "
-        f"{spec.kv_lora_rank} {spec.qk_rope_head_dim} {cost.tile_n} {cost.num_programs} "
+        f"{spec_facts(plan.impl, plan.spec)} {cost.tile_n} {cost.num_programs} "
         f"{cost.overhead_tiles} {cost.min_split_tiles} {cost.max_splits} {limit} "
         f"{int(plan.batch_invariant)}"
     )
 
 
+def spec_facts(impl: str, spec: MLASpec) -> str:
+    return (
+        f"{impl} {spec.kv_format.value} {spec.num_heads} {spec.page_size} {spec.seqlen_q} "
+        f"{spec.kv_lora_rank} {spec.qk_rope_head_dim}"
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_spec_facts(facts: str) -> tuple[ModuleType, MLASpec]:
+    impl, kv_format, *numbers = facts.split()
+    heads, page_size, seqlen_q, latent, rope = (int(n) for n in numbers)
+    spec = MLASpec(heads, kv_format, page_size, seqlen_q, latent, rope)
+    return next(i for i in IMPLS if i.name == impl).load(), spec
+
+
 @functools.lru_cache(maxsize=1024)
 def _read_facts(facts: str) -> tuple:
-    impl, kv_format, *rest = facts.split()
-    numbers = [int(n) for n in rest]
-    heads, page_size, seqlen_q, latent, rope = numbers[:5]
-    spec = MLASpec(heads, kv_format, page_size, seqlen_q, latent, rope)
-    cost, (limit, invariant) = CostModel(*numbers[5:10]), numbers[10:]
-    module = next(i for i in IMPLS if i.name == impl).load()
-    return module, spec, impl, cost, None if limit < 0 else limit, bool(invariant)
+    words = facts.split()
+    module, spec = _read_spec_facts(" ".join(words[:7]))
+    *costs, limit, invariant = (int(n) for n in words[7:])
+    cost = CostModel(*costs)
+    return module, spec, words[0], cost, None if limit < 0 else limit, bool(invariant)
 
 
 def _rebuild(*arguments):
@@ -98,6 +116,17 @@ def _merge(*arguments):
     module.merge(plan, out, lse, lse_scale)
 
 
+def _epilogue(
+    q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, q_out, positions, cos_sin, rope, q_scale, k_scale,
+    q_format, reserved_slot, facts,
+):  # fmt: skip
+    module, spec = _read_spec_facts(facts)
+    module.epilogue(
+        q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, q_out, spec, positions, cos_sin, rope,
+        q_scale, k_scale, KVFormat(q_format), reserved_slot,
+    )  # fmt: skip
+
+
 def _nothing(*arguments):
     """The fake of an op that only writes: no new tensor, so no shape to tell."""
 
@@ -107,6 +136,7 @@ for _name, _op in (
     ("attention", _run("attention")),
     ("merge", _merge),
     ("decode", _run("decode")),
+    ("epilogue", _epilogue),
 ):
     library.impl(_name, _op, "CompositeExplicitAutograd")
     torch.library.register_fake(f"streamla::{_name}", _nothing, lib=library)

@@ -152,8 +152,9 @@ def epilogue_reference(
 ) -> torch.Tensor:
     """Oracle of the epilogue: writes one cache row a token and returns the query.
 
-    Rotation is in float32 and is rounded once, to the stored format. A token whose slot is negative
-    writes no row; its query is still returned.
+    Rotation is in float32 and is rounded once, to the stored format. A token without a slot, or with a
+    negative one, writes no row; its query is still returned. A position outside the table counts as the
+    nearest inside it.
 
     Args:
         q_nope: (tokens, num_heads, kv_lora_rank) bfloat16.
@@ -161,7 +162,7 @@ def epilogue_reference(
         kv_c: (tokens, kv_lora_rank) bfloat16.
         k_pe: (tokens, qk_rope_head_dim) bfloat16, not rotated.
         kv_cache: (num_pages, page_size, row_width), written in place.
-        slot_mapping: (tokens,) int64: page * page_size + place in the page.
+        slot_mapping: (up to tokens,) int64: page * page_size + place in the page.
         positions: (tokens,) int64 and cos_sin: (max_position, qk_rope_head_dim) float32, cosines then
             sines, go with `rope`; without them nothing is rotated.
         q_scale, k_scale: float32, one element; real = stored * scale.
@@ -173,7 +174,7 @@ def epilogue_reference(
     q_rope, k_rope = q_pe.float(), k_pe.float()
     if rope is not None:
         assert cos_sin is not None, "cos_sin: goes with rope"
-        table = cos_sin[positions]
+        table = cos_sin[positions.clamp(0, len(cos_sin) - 1)]
         q_rope, k_rope = rotate(q_pe, table, rope), rotate(k_pe, table, rope)
 
     rows = encode_rows(torch.cat([kv_c.float(), k_rope], -1), spec, k_scale)
@@ -231,6 +232,20 @@ def decode(
         q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale
     )  # fmt: skip
     merge(plan, out, lse, lse_scale)
+
+
+def epilogue(
+    q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, q_out, spec, positions, cos_sin, rope, q_scale, k_scale,
+    q_format, reserved_slot,
+) -> None:  # fmt: skip
+    if reserved_slot is not None:
+        slot_mapping = slot_mapping.masked_fill(slot_mapping == reserved_slot, NO_SLOT)
+    q = epilogue_reference(
+        q_nope, q_pe, kv_c, k_pe, kv_cache.view(spec.kv_format.storage_dtype), slot_mapping, spec,
+        positions=positions, cos_sin=cos_sin, rope=rope, q_scale=q_scale, k_scale=k_scale,
+        q_format=q_format,
+    )  # fmt: skip
+    q_out[: len(q)] = q.view(q_out.dtype)
 
 
 def warmup(spec: MLASpec, batch_sizes: list[int], device: torch.device) -> None:

@@ -18,7 +18,7 @@ LAYERS = (
     ("runtime",),
     ("kernels",),
     ("select",),
-    ("checks", "ops", "api"),
+    ("checks", "checks_epilogue", "ops", "api"),
     ("testing", "integrations"),
     ("bench", "doctor"),
     ("cli", "__main__"),

@@ -2,7 +2,8 @@
 
 from streamla.kernels.portable.attention import attention, cost_model
 from streamla.kernels.portable.decode import decode, warmup
+from streamla.kernels.portable.epilogue import epilogue
 from streamla.kernels.portable.merge import merge
 from streamla.kernels.portable.plan import plan
 
-__all__ = ["attention", "cost_model", "decode", "merge", "plan", "warmup"]
+__all__ = ["attention", "cost_model", "decode", "epilogue", "merge", "plan", "warmup"]

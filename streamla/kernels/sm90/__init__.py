@@ -1,6 +1,7 @@
 """Hopper: CUDA C++ for fp8_e4m3fn caches, compiled by NVRTC at first use.
 
-Up to 32 query rows a request go to `narrow`, more to `wide`. Both take the plan of the portable planner.
+Up to 32 query rows a request go to `narrow`, more to `wide`. Both take the plan of the portable planner,
+and the epilogue is the portable one.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from types import ModuleType
 import torch
 
 from streamla.arch import Arch
+from streamla.kernels.portable.epilogue import epilogue
+from streamla.kernels.portable.epilogue import warmup as warm_epilogue
 from streamla.kernels.portable.plan import plan
 from streamla.kernels.sm90 import narrow, wide
 from streamla.plan import CostModel, DecodePlan
 from streamla.spec import KVFormat, MLASpec
 
-__all__ = ["attention", "cost_model", "decode", "merge", "plan", "warmup", "why_not"]
+__all__ = ["attention", "cost_model", "decode", "epilogue", "merge", "plan", "warmup", "why_not"]
 
 MAX_NARROW_ROWS = 32
 
@@ -81,3 +84,4 @@ def warmup(spec: MLASpec, batch_sizes: list[int], device: torch.device) -> None:
     """Compile and load what `spec` needs; the batch size is no compile-time fact."""
     with torch.cuda.device(device):
         _kernels(spec).warmup(spec)
+        warm_epilogue(spec, device)
