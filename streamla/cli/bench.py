@@ -59,7 +59,8 @@ def bench(
         return
     import torch
 
-    from streamla.bench.report import bench_table, notes, summary_lines
+    from streamla.bench.records import dumps, save
+    from streamla.bench.report import notes
     from streamla.spec import MLASpec
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -73,21 +74,24 @@ def bench(
         )
     else:
         workloads, traffic = _grids(grid, spec), []
-    workloads = _fit(workloads, scale)
-    results = _run(workloads, impl.split(","), peers.split(","), where, scale, traffic, seed, json)
-    if json is not None:
-        _save(results, json)
+    if scale > 1 and not console.quiet(json):
+        console.out.print(
+            f"No GPU: timing the CPU implementation on contexts {scale} times shorter. These times say "
+            f"that the benchmark works; they say nothing about a GPU.",
+            style="yellow", highlight=False,
+        )  # fmt: skip
+    results: Results | None = None
+    for group in _by_grid(_fit(workloads, scale)):
+        part = _run(group, impl.split(","), peers.split(","), where, scale, traffic, seed)
+        results = _extended(results, part)
+        if json is not None and not console.quiet(json):
+            save(results, json)  # after each grid: a run that is cut short has not been for nothing
+        if not console.quiet(json):
+            _print_grid(part)
+    assert results is not None  # _fit leaves at least one shape
     if console.quiet(json):
+        sys.stdout.write(dumps(results))
         return
-
-    measured_on = results.gpu or "the CPU"
-    by_grid: dict[str, list] = {}
-    for record in results.records:
-        by_grid.setdefault(record.grid, []).append(record)
-    for records in by_grid.values():
-        console.out.print(bench_table(records, measured_on), highlight=False)
-        for line in summary_lines(records):
-            console.out.print(line, highlight=False)
     for note in notes(results.records):
         console.out.print(note, style="yellow", highlight=False, markup=False)
     _print_conditions(results)
@@ -161,8 +165,8 @@ def _run(
     scale: int,
     traffic: list[dict],
     seed: int,
-    json: Path | None,
 ) -> Results:
+    """Measure the shapes of one grid."""
     from dataclasses import asdict
 
     import torch
@@ -176,12 +180,6 @@ def _run(
     from streamla.version import __version__
 
     cuda = device.type == "cuda"
-    if not cuda and not console.quiet(json):
-        console.out.print(
-            f"No GPU: timing the CPU implementation on contexts {scale} times shorter. These times say "
-            f"that the benchmark works; they say nothing about a GPU.",
-            style="yellow", highlight=False,
-        )  # fmt: skip
     if not cuda:
         torch.set_num_threads(1)  # the small shapes lose more by sharing than they gain
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -225,13 +223,32 @@ def _command(arguments: list[str]) -> str:
     return shlex.join(["streamla", *kept])
 
 
-def _save(results: Results, path: Path) -> None:
-    from streamla.bench.records import dumps, save
+def _by_grid(workloads: list[Workload]) -> list[list[Workload]]:
+    groups: dict[str, list[Workload]] = {}
+    for workload in workloads:
+        groups.setdefault(workload.grid, []).append(workload)
+    return list(groups.values())
 
-    if str(path) == "-":
-        sys.stdout.write(dumps(results))
-    else:
-        save(results, path)
+
+def _extended(results: Results | None, part: Results) -> Results:
+    """The results so far and those of one more grid."""
+    from dataclasses import replace
+
+    if results is None:
+        return part
+    state = part.gpu_state
+    if results.gpu_state and state:
+        state = {"before": results.gpu_state["before"], "after": state["after"]}
+    return replace(results, records=results.records + part.records, gpu_state=state)
+
+
+def _print_grid(results: Results) -> None:
+    from streamla.bench.report import bench_table, summary_lines
+
+    table = bench_table(results.records, results.gpu or "the CPU")
+    console.out.print(table, highlight=False)
+    for line in summary_lines(results.records):
+        console.out.print(line, highlight=False)
 
 
 def _print_conditions(results: Results) -> None:
