@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
     }
 }
 
-// Grid (ROWS, batch).
+// Grid (ROWS, batch, LATENT / MERGE_LATENTS).
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_merge_wide(
     const int* split_indptr,
     u16* out, i64 out_request, i64 out_query, i64 out_head,
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_merge_wide(
     const int request = blockIdx.y, begin = split_indptr[request], end = split_indptr[request + 1];
     wait_for_previous_grid();
     if (begin < end)
-        merge_row(out_partial, lse_partial, begin, end - begin, blockIdx.x,
+        merge_row(out_partial, lse_partial, begin, end - begin, blockIdx.x, blockIdx.z * MERGE_LATENTS,
                   out + Rows{out_request, out_query, out_head}.offset(request, blockIdx.x),
                   lse + Rows{lse_request, lse_query, lse_head}.offset(request, blockIdx.x), lse_scale, scratch);
 }

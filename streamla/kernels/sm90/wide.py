@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("attention_wide.cu")
 TILE_N = 64
 MAX_TILE_ROWS = 64
 THREADS = 384
-MERGE_THREADS = 256
+MERGE_THREADS, MERGE_LATENTS = 256, 128
 
 _STRIDES = [I64, I64, I64]
 
@@ -64,13 +64,17 @@ def defines(spec: MLASpec, bulk_copies: bool = True) -> dict[str, int]:
 
 @functools.cache
 def attention_kernel(spec: MLASpec, bulk_copies: bool = True) -> Kernel:
+    params = [
+        PTR, *_STRIDES, PTR, *_STRIDES,  # q_nope, q_pe
+        PTR, I64, I64, PTR,              # kv_cache, k_scale
+        PTR, I64, PTR, PTR,              # page_table, work, work_indptr
+        PTR, *_STRIDES, PTR, *_STRIDES,  # out, lse
+        PTR, PTR, F32, F32, I32,         # out_partial, lse_partial, softmax_scale_log2, lse_scale, causal
+    ]  # fmt: skip
     return Kernel(
         lambda: compile_cuda(SOURCE, defines=defines(spec, bulk_copies)),
         "mla_attention_wide",
-        [PTR, *_STRIDES, PTR, *_STRIDES]  # q_nope, q_pe
-        + [PTR, I64, I64, PTR, PTR, I64, PTR, PTR]  # kv_cache, k_scale, page_table, work, work_indptr
-        + [PTR, *_STRIDES, PTR, *_STRIDES, PTR, PTR]  # out, lse, out_partial, lse_partial
-        + [F32, F32, I32],  # softmax_scale_log2, lse_scale, causal
+        params,
         threads=THREADS,
         shared_bytes=shared_bytes(spec),
     )
@@ -89,8 +93,8 @@ def merge_kernel(spec: MLASpec) -> Kernel:
 
 def rows_aligned(kv_cache: torch.Tensor) -> bool:
     """Whether the copy engine can take every row: bases and strides are multiples of 16 bytes."""
-    item = kv_cache.element_size()
-    return not any(n % 16 for n in (kv_cache.data_ptr(), *(s * item for s in kv_cache.stride()[:2])))
+    offsets = (s * kv_cache.element_size() for s in kv_cache.stride()[:2])
+    return not any(n % 16 for n in (kv_cache.data_ptr(), *offsets))
 
 
 def attention(
@@ -127,7 +131,7 @@ def attention(
 def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
     """Finish the requests that were split."""
     merge_kernel(plan.spec).launch(
-        (plan.spec.rows, plan.batch, 1),
+        (plan.spec.rows, plan.batch, plan.spec.kv_lora_rank // MERGE_LATENTS),
         plan.split_indptr.data_ptr(),
         out.data_ptr(), *out.stride()[:-1],
         lse.data_ptr(), *lse.stride(),
@@ -152,7 +156,7 @@ def decode(
     """Attention, then the merge, which starts while the last programs of attention finish."""
     attention(
         q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale
-    )
+    )  # fmt: skip
     merge(plan, out, lse, lse_scale)
 
 

@@ -5,24 +5,21 @@
 
 namespace streamla {
 
-constexpr int MERGE_TEAM = LATENT / 4;  // threads that cover a row, four latents each
-constexpr int MERGE_TEAMS = 2;          // each adds every other partial
-constexpr int MERGE_THREADS = MERGE_TEAMS * MERGE_TEAM;
-constexpr int MERGE_WARPS = MERGE_THREADS / WARP;
+// A block merges MERGE_LATENTS of a row: a warp covers them, four a lane, and each warp adds every so many-th partial.
+constexpr int MERGE_LATENTS = 4 * WARP;
+constexpr int MERGE_WARPS = 8;
+constexpr int MERGE_THREADS = MERGE_WARPS * WARP;
 
 struct MergeScratch {
     float weight[MERGE_THREADS], warp_top[MERGE_WARPS], warp_mass[MERGE_WARPS];
-    float4 total[MERGE_TEAM];
+    float4 total[MERGE_WARPS][WARP];
 };
 
-// A request has at most one partial a program, and at most MERGE_THREADS. A partial that saw nothing has log mass -inf
-// and zeros.
-DEVICE void merge_row(
-    const float* out_partial, const float* lse_partial, int begin, int num_partials, int row, u16* out, float* lse,
-    float lse_scale, MergeScratch& scratch) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const i64 first = static_cast<i64>(begin) * ROWS + row;
-    const int own = threadIdx.x;
+// The log mass of every partial (a request has at most one a program, and at most MERGE_THREADS) to weights relative to
+// 2^(log2 e * base). A partial that saw nothing has log mass -inf, and zeros.
+DEVICE void weigh(
+    const float* lse_partial, i64 first, int num_partials, float& base, float& mass, MergeScratch& scratch) {
+    const int own = threadIdx.x, warp = own / WARP, lane = own % WARP;
     const float log_mass = own < num_partials ? lse_partial[first + static_cast<i64>(own) * ROWS] : NEG_INF;
     float top = log_mass;
 #pragma unroll
@@ -31,39 +28,52 @@ DEVICE void merge_row(
     __syncthreads();
 #pragma unroll
     for (int w = 0; w < MERGE_WARPS; ++w) top = fmaxf(top, scratch.warp_top[w]);
-    const float base = top == NEG_INF ? 0.f : top;
+    base = top == NEG_INF ? 0.f : top;
 
     const float weight = exp2_approx((log_mass - base) * LOG2_E);
     scratch.weight[own] = weight;
-    float mass = weight;
+    float sum = weight;
 #pragma unroll
-    for (int step = 16; step; step /= 2) mass += __shfl_xor_sync(FULL_WARP, mass, step);
-    if (lane == 0) scratch.warp_mass[warp] = mass;
+    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+    if (lane == 0) scratch.warp_mass[warp] = sum;
     __syncthreads();
     mass = 0.f;
 #pragma unroll
     for (int w = 0; w < MERGE_WARPS; ++w) mass += scratch.warp_mass[w];
+}
 
-    const int team = threadIdx.x / MERGE_TEAM, quad = threadIdx.x % MERGE_TEAM;
-    const float4* partials = reinterpret_cast<const float4*>(out_partial + first * LATENT) + quad;
+DEVICE void add_weighted(float4& total, float weight, const float4& v) {
+    total.x = fmaf(weight, v.x, total.x);
+    total.y = fmaf(weight, v.y, total.y);
+    total.z = fmaf(weight, v.z, total.z);
+    total.w = fmaf(weight, v.w, total.w);
+}
+
+// `out` and `lse` are this row's; the block's latents begin at `latent`.
+DEVICE void merge_row(
+    const float* out_partial, const float* lse_partial, int begin, int num_partials, int row, int latent, u16* out,
+    float* lse, float lse_scale, MergeScratch& scratch) {
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const i64 first = static_cast<i64>(begin) * ROWS + row;
+    float base, mass;
+    weigh(lse_partial, first, num_partials, base, mass, scratch);
+
+    const float* partials = out_partial + first * LATENT + latent + 4 * lane;
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
-    for (int i = team; i < num_partials; i += MERGE_TEAMS) {
-        const float4 v = partials[static_cast<i64>(i) * (ROWS * LATENT / 4)];
-        const float w = scratch.weight[i];
-        total.x = fmaf(w, v.x, total.x);
-        total.y = fmaf(w, v.y, total.y);
-        total.z = fmaf(w, v.z, total.z);
-        total.w = fmaf(w, v.w, total.w);
-    }
-    if (team == 1) scratch.total[quad] = total;
+    for (int i = warp; i < num_partials; i += MERGE_WARPS)
+        add_weighted(total, scratch.weight[i],
+                     *reinterpret_cast<const float4*>(partials + static_cast<i64>(i) * (ROWS * LATENT)));
+    scratch.total[warp][lane] = total;
     __syncthreads();
-    if (team == 1) return;
-    const float4 other = scratch.total[quad];
+    if (warp > 0) return;
+#pragma unroll
+    for (int w = 1; w < MERGE_WARPS; ++w) add_weighted(total, 1.f, scratch.total[w][lane]);
+
     const float factor = mass == 0.f ? 0.f : 1.f / mass;
-    const u32 low = pack_bfloat2((total.x + other.x) * factor, (total.y + other.y) * factor);
-    const u32 high = pack_bfloat2((total.z + other.z) * factor, (total.w + other.w) * factor);
-    u16* p = out + 4 * quad;
+    const u32 low = pack_bfloat2(total.x * factor, total.y * factor);
+    const u32 high = pack_bfloat2(total.z * factor, total.w * factor);
+    u16* p = out + latent + 4 * lane;
     if (reinterpret_cast<u64>(p) % 8 == 0) {
         *reinterpret_cast<uint2*>(p) = make_uint2(low, high);
     } else {
@@ -72,7 +82,7 @@ DEVICE void merge_row(
         p[2] = high;
         p[3] = high >> 16;
     }
-    if (quad == 0) *lse = (base + log2_approx(mass) * LN_2) * lse_scale;
+    if (latent == 0 && lane == 0) *lse = (base + log2_approx(mass) * LN_2) * lse_scale;
 }
 
 }  // namespace streamla

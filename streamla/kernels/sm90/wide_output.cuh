@@ -95,7 +95,8 @@ DEVICE void store_rows(
         const bool exists = column < num_rows;
         const int row = first_row + column;
         if (item.slot >= 0)
-            store_partial(o.out_partial + (static_cast<i64>(item.slot) * ROWS + row) * LATENT + latent, v, exists, lane);
+            store_partial(o.out_partial + (static_cast<i64>(item.slot) * ROWS + row) * LATENT + latent, v, exists,
+                          lane);
         else if (exists)
             store_final(o.out + o.out_rows.offset(item.request, row) + latent, v, aligned);
     }

@@ -143,8 +143,8 @@ DEVICE void wait_for_room(u32 tile, u32 shared) {
     mbarrier_wait(shared + Shared::PROBABILITY_EMPTY, (tile & 1) ^ 1);
 }
 
-// Probabilities to shared memory, and their sums to `mass`. Matrices of a stmatrix: accumulator rows (lane_row, 0) and (lane_row, 1) of one
-// block, then of the next.
+// Probabilities to shared memory, and their sums to `mass`. The four matrices of a stmatrix are the accumulator rows
+// (lane_row, 0) and (lane_row, 1) of one block, then of the next.
 DEVICE void publish(
     const float (&p)[SCORES], float (&mass)[COLUMNS / 4], bool raised, u32 shared, const Lane& lane) {
     if (threadIdx.x % WARPGROUP == 0) store_shared(shared + Shared::RAISED, static_cast<u32>(raised));

@@ -86,8 +86,8 @@ DEVICE Item load_item(const int* work, int index) {
     return {head.x, head.y, head.z, head.w, work[index * 8 + 4]};
 }
 
-// Program p of the plan runs as ROW_TILES neighbouring blocks, which share its tokens. Both are read anew where they are
-// needed: registers are few.
+// Program p of the plan runs as ROW_TILES neighbouring blocks, which share its tokens. These are read anew where they
+// are needed: registers are few.
 DEVICE int this_program() { return forget(blockIdx.x) / ROW_TILES; }
 DEVICE int this_first_row() { return forget(blockIdx.x) % ROW_TILES * TILE_ROWS; }
 
