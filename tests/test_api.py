@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import streamla
-from streamla import MLASpec
-from streamla.arch import CPU
-from streamla.select import select
+from streamla import KVFormat, MLASpec
+from streamla.arch import CPU, arch_by_name
+from streamla.select import refusals, select
 from streamla.testing.build import build
-from streamla.testing.cases import Case
+from streamla.testing.cases import HEAD_COUNTS, Case
 
 CASE = Case(
     "", "", (130, 0, 65), num_heads=3, page_size=16, kv_lora_rank=32, qk_rope_head_dim=16,
@@ -265,6 +265,22 @@ def test_a_plan_is_not_reused_for_something_else(inputs, plan, change):
 def test_a_refusal_names_every_reason():
     with pytest.raises(ValueError, match=r"sm90 needs sm_90a \(Hopper\), this is cpu"):
         select(MLASpec(num_heads=16), CPU, "sm90")
+
+
+@pytest.mark.parametrize("name", ["h200", "h100", "mi300x", "cpu"])
+def test_every_spec_is_served_or_refused_with_a_sentence(name):
+    arch = arch_by_name(name)
+    for heads in HEAD_COUNTS:
+        for kv_format in KVFormat:
+            for seqlen_q, page_size in ((1, 64), (4, 64), (2, 1), (1, 480), (3, 7)):
+                spec = MLASpec(heads, kv_format, page_size, seqlen_q)
+                answers = refusals(spec, arch)
+                assert all(reason is None or len(reason) > 10 for reason in answers.values())
+                serving = [impl for impl, reason in answers.items() if reason is None]
+                assert select(spec, arch).name == serving[0]
+                for impl in answers.keys() - set(serving):
+                    with pytest.raises(ValueError, match=f"{impl} "):
+                        select(spec, arch, impl)
 
 
 @pytest.mark.parametrize(
