@@ -39,8 +39,8 @@ class Entry:
     record: Record
     prepared: Prepared | None = None
 
-    def attempt(self, action: Callable[[], T]) -> T | None:
-        """`action()`. A peer that fails in it is out, with a note; our own failure is raised."""
+    def attempt(self, action: Callable[[], T], needed: bool = True) -> T | None:
+        """`action()`. A peer that fails in what is needed is out, with a note; our own failure is raised."""
         try:
             result = action()
             if torch.cuda.is_available():
@@ -49,8 +49,9 @@ class Entry:
         except Exception as error:
             if not self.candidate.peer:
                 raise
-            self.prepared = None
-            self.record = replace(self.record, note=f"no time: {first_line(error)}")
+            if needed:
+                self.prepared = None
+                self.record = replace(self.record, note=f"no time: {first_line(error)}")
         if torch.cuda.is_available():
             try:
                 torch.cuda.synchronize()
@@ -157,8 +158,8 @@ def _time_on_gpu(
         # The graphs have left the result of the last region behind: it must still be right.
         _judge(entry, oracle, " after replay")
     for entry in _ready(entries):
-        eager = entry.attempt(partial(timing.time_eager, _calls(entry, inputs)))
-        plan = entry.attempt(partial(_plan_us, entry.prepared))
+        eager = entry.attempt(partial(timing.time_eager, _calls(entry, inputs)), needed=False)
+        plan = entry.attempt(partial(_plan_us, entry.prepared), needed=False)
         entry.record = replace(entry.record, us_eager=eager.us if eager else None, plan_us=plan)
 
 

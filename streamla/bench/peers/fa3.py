@@ -11,7 +11,10 @@ from streamla.spec import MLASpec
 
 
 class FA3(Peer):
-    """Keys are the rope part, values the latent, and `qv` the query of the latent."""
+    """Keys are the rope part, values the latent, and `qv` the query of the latent.
+
+    It schedules in every call, so that its plan has no time of its own.
+    """
 
     name = "fa3-qv"
     modules = ("fa3_fwd_interface",)
@@ -32,23 +35,13 @@ class FA3(Peer):
             for table in inputs.page_tables
         ]
         q_nope, q_pe = inputs.q[..., :rank], inputs.q[..., rank:]
-        scheduled: list[torch.Tensor] = []
-
-        def plan() -> None:
-            scheduled[:] = [
-                self.library.get_scheduler_metadata(
-                    inputs.workload.requests, spec.seqlen_q, caches[0].shape[1], spec.num_heads, 1,
-                    spec.qk_rope_head_dim, inputs.cache_seqlens, headdim_v=rank, causal=True,
-                )
-            ]  # fmt: skip
 
         def call(region: int) -> torch.Tensor:
             cache = caches[region]
             return self.library.flash_attn_with_kvcache(
                 q_pe, cache[..., rank:], cache[..., :rank], qv=q_nope,
                 cache_seqlens=inputs.cache_seqlens, softmax_scale=inputs.softmax_scale,
-                causal=True, scheduler_metadata=scheduled[0], return_softmax_lse=True,
+                causal=True, num_splits=0, return_softmax_lse=True,
             )[0]  # fmt: skip
 
-        plan()
-        return returning(call, inputs, plan)
+        return returning(call, inputs)
