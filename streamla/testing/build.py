@@ -110,7 +110,7 @@ def build(
     )  # fmt: skip
     if (edit := PATTERNS[case.data].query) is not None:
         edit(spec, q)
-    query, q_pe = _lay_out_query(case.query_layout, spec, q.to(torch.bfloat16))
+    query, q_pe = lay_out_query(case.query_layout, spec, q.to(torch.bfloat16))
 
     k_scale = None
     if spec.kv_format.has_scale:
@@ -120,7 +120,7 @@ def build(
     num_logical = case.distinct_pages or sum(num_pages)
     pool_pages = case.pool_pages or num_logical + 3
     physical = _place(placement, num_logical, pool_pages, seed, device)
-    kv_cache = _pool(case, spec, pool_pages, poison, device)
+    kv_cache = pool_of(case, spec, pool_pages, poison, device)
     _write_pages(case, kv_cache, physical, k_scale, poison, generator)
 
     return Inputs(
@@ -138,7 +138,7 @@ def build(
     )
 
 
-def _lay_out_query(
+def lay_out_query(
     layout: str, spec: MLASpec, q: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The values of `q` in the memory layout asked for; all memory between is NaN."""
@@ -175,7 +175,7 @@ def _place(
     return torch.randperm(pool_pages, generator=generator, device=device)[:count]
 
 
-def _pool(
+def pool_of(
     case: Case, spec: MLASpec, pool_pages: int, poison: str | None, device: torch.device
 ) -> torch.Tensor:
     """(pool_pages, page_size, row_width) of the storage dtype, poison everywhere, gaps included."""

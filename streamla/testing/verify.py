@@ -19,6 +19,7 @@ from streamla.select import select
 from streamla.testing.budget import Deviation
 from streamla.testing.cases import CASES, Case
 from streamla.testing.checks import check_case
+from streamla.testing.epilogue import EPILOGUE
 from streamla.testing.interpreter import is_interpreted, repair
 from streamla.testing.invariants import INVARIANTS
 
@@ -57,7 +58,7 @@ def verify(
     seed: int = 0,
     only: str | None = None,
 ) -> list[Result]:
-    """Run `cases` and then the checks of `invariants.py`.
+    """Run `cases`, then the checks of `invariants.py` and of `epilogue.py`.
 
     Args:
         impl: an implementation's name; with "auto" each case runs what would be chosen for it.
@@ -72,9 +73,9 @@ def verify(
     if impl == "portable" and is_interpreted(device):
         repair()
         cases = [case.narrow() for case in cases]
-        invariants = [replace(i, case=i.case.narrow()) for i in INVARIANTS]
+        invariants = [replace(i, case=i.case.narrow()) for i in (*INVARIANTS, *EPILOGUE)]
     else:
-        invariants = list(INVARIANTS)
+        invariants = [*INVARIANTS, *EPILOGUE]
     jobs: list[tuple[str, str, Case, Callable[[], Deviation]]] = [
         (case.name, case.reason, case, partial(check_case, case, impl, device, seed))
         for case in cases
