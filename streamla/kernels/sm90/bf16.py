@@ -20,7 +20,7 @@ from streamla.spec import KVFormat, MLASpec
 SOURCE = Path(__file__).with_name("attention_bf16.cu")
 
 TILE_N = 64
-BAND = 8
+RUN = 8
 STAGE_BYTES = 36992
 THREADS = 384
 MERGE_THREADS = 128
@@ -30,7 +30,7 @@ _VIEW = (PTR, I64, I64, I64)
 _PARAMS = (
     *_VIEW, *_VIEW, I32,               # q_nope, q_pe, aligned
     PTR, I64, I64,                     # kv_cache, page stride, token stride
-    PTR, I64, PTR, PTR, PTR,           # page_table, its stride, work, work_indptr, counters
+    PTR, I64, PTR, I32, PTR, PTR,      # page_table, its stride, work, its rows, work_indptr, counters
     *_VIEW, I32, *_VIEW, PTR, PTR,     # out, aligned, lse, out_partial, lse_partial
     F32, I32, F32,                     # softmax_scale, causal, lse_scale
 )  # fmt: skip
@@ -53,7 +53,7 @@ class Variant:
     @staticmethod
     def of(spec: MLASpec, contiguous_tokens: bool = True) -> Variant:
         """The variant for a cache whose tokens follow each other in a page without a gap, or with."""
-        run = math.gcd(spec.page_size, BAND) if contiguous_tokens else 1
+        run = math.gcd(spec.page_size, RUN) if contiguous_tokens else 1
         return Variant(spec.num_heads, spec.seqlen_q, spec.page_size, run)
 
     @property
@@ -142,11 +142,12 @@ def _launch(
     _check_cache(kv_cache, page_stride, token_stride)
     variant = Variant.of(plan.spec, token_stride == plan.spec.row_bytes)
     attention_kernel(variant).launch(
-        plan.cost.num_programs,
+        plan.cost.num_programs if plan.batch else 0,  # no request: no row of work to read
         q_nope.data_ptr(), *q_nope.stride()[:3], q_pe.data_ptr(), *q_pe.stride()[:3],
         _rows_aligned(q_nope) and _rows_aligned(q_pe),
         kv_cache.data_ptr(), page_stride, token_stride, page_table.data_ptr(), page_table.stride(0),
-        plan.work.data_ptr(), plan.work_indptr.data_ptr(), plan.counters.data_ptr() if merges else 0,
+        plan.work.data_ptr(), plan.work.shape[0], plan.work_indptr.data_ptr(),
+        plan.counters.data_ptr() if merges else 0,
         out.data_ptr(), *out.stride()[:3], _rows_aligned(out), lse.data_ptr(), *lse.stride(),
         plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(),
         softmax_scale, causal, lse_scale,

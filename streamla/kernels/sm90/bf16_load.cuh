@@ -5,7 +5,7 @@
 // stages to come and issues its copy.
 #pragma once
 
-#include "bf16_tile.cuh"
+#include "bf16_query.cuh"
 
 namespace streamla {
 
@@ -41,6 +41,16 @@ struct Ring {
 DEVICE int fetch_page(const int* table, int begin, int end, int lane) {
     const int token = begin + lane * RUN;
     return token < end ? __ldg(table + token / PAGE_SIZE) : 0;
+}
+
+// The next query to L2, early enough: behind a full ring of loads a miss would take some microseconds.
+DEVICE void prefetch_query(const Query& q, int request) {
+    constexpr int LINE = 64, ROW_LINES = HEAD_DIM / LINE;  // values in 128 bytes
+    for (int i = threadIdx.x % WARP; i < TOTAL_ROWS * ROW_LINES; i += WARP) {
+        const int row = i / ROW_LINES, dim = i % ROW_LINES * LINE;
+        prefetch_l2(dim < LATENT ? q.nope + q.nope_strides.at(request, row) + dim
+                                 : q.pe + q.pe_strides.at(request, row));
+    }
 }
 
 DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, int& position, u64 l2_policy) {

@@ -120,9 +120,13 @@ DEVICE void merge_share(const Output& output, const Item& item, u32 scratch, con
             const u32 mine = scratch + (lane.math_warp() * UNIT_LANES + lane.lane % UNIT_LANES) * WEIGHTED_BYTES;
             if (lane.lane < UNIT_LANES) w.store_shared_at(mine);
             named_barrier(BARRIER_MATH, MATH_THREADS);
-            if (place == 0)
-                for (int i = 1; i < unit_warps; i++)
-                    w.join(Weighted::load_shared_at(mine + i * UNIT_LANES * WEIGHTED_BYTES));
+            if (place == 0) {  // each half warp joins half of the warps
+                const int other = lane.lane / UNIT_LANES * unit_warps / 2;
+                w = Weighted::load_shared_at(mine + other * UNIT_LANES * WEIGHTED_BYTES);
+                for (int i = 1; i < unit_warps / 2; i++)
+                    w.join(Weighted::load_shared_at(mine + (other + i) * UNIT_LANES * WEIGHTED_BYTES));
+                w.join(w.from_lane(UNIT_LANES));
+            }
             named_barrier(BARRIER_MATH, MATH_THREADS);
         }
         if (unit < UNITS && place == 0 && lane.lane < UNIT_LANES) w.store(output, item.request, row, latent);
@@ -130,12 +134,16 @@ DEVICE void merge_share(const Output& output, const Item& item, u32 scratch, con
 }
 
 // counters[request] counts the stored partials of all launches since the plan was made: it is a multiple of what
-// one launch stores whenever none is missing.
-DEVICE void announce_partial(int* counters, const Item& item) {
+// one launch stores whenever none is missing. Announced once, after the last item: in the middle a fence would
+// wait behind a full ring of loads.
+DEVICE void announce_partials(int* counters, const Items& items) {
     named_barrier(BARRIER_MATH, MATH_THREADS);
-    if (threadIdx.x) return;
+    if (threadIdx.x >= WARP) return;
     __threadfence();
-    add_release(counters + item.request, 1);
+    for (int index = items.begin + static_cast<int>(threadIdx.x); index < items.end; index += WARP) {
+        const Item item = items.at(index);
+        if (item.slot >= 0) atomicAdd(counters + item.request, 1);
+    }
 }
 DEVICE void wait_for_partials(const int* counters, const Item& item) {
     if (threadIdx.x == 0) {

@@ -22,26 +22,38 @@ constexpr int KEY_BATCH = ROWS <= 16 ? 6 : 3;
 constexpr int KEY_BUFFERS = 2;
 static_assert(HALF_STEPS % KEY_BATCH == 0, "whole batches");
 
-// Where a lane reads its rows for ldmatrix: one row of a band, 8 values wide.
+// Where a lane reads for ldmatrix: row lane % 8 of matrix lane / 8, 8 values wide. Matrices 0 and 1 make the upper
+// and lower half of a fragment's M for the first 8 of its K, matrices 2 and 3 for the other 8. Odd rows read the
+// other 8 values of each 16: so matrices that differ in these values trade their odd rows afterwards.
 struct TileAddress {
-    u32 band;  // of token 0 of the lane's band
+    u32 tokens;  // of the first of the lane's eight tokens
+    int matrix, odd;
 
     DEVICE static TileAddress of(u32 first_stage, u32 second_stage, const Lane& lane) {
-        const int band = lane.lane % 8;
-        return {(band < STAGE_N / BAND ? first_stage : second_stage) + token_offset(band * BAND)};
+        const int row = lane.lane % 8;
+        const u32 stage = row < STAGE_N / 8 ? first_stage : second_stage;
+        return {stage + token_offset(token_of_place(row)), lane.lane / 8, row % 2};
     }
-    // Fragments of the warp's 16 tokens by 16 dimensions: matrices (g, dims 0-7), (g + 8, dims 0-7), (g, dims
-    // 8-15), (g + 8, dims 8-15).
+    // M is the warp's 16 tokens, K is dimensions.
     DEVICE u32 keys(const Lane& lane) const {
-        return band + (2 * lane.warp + lane.lane / 8 % 2) * TOKEN_BYTES + lane.lane / 16 * 16;
+        return tokens + (2 * lane.warp + matrix % 2) * TOKEN_BYTES + (matrix / 2 ^ odd) * 16;
     }
-    // Fragments of the warp's 16 latents by 16 tokens: matrices (latents 0-7, tokens 0-7), (latents 8-15, tokens
-    // 0-7), (latents 0-7, tokens 8-15), (latents 8-15, tokens 8-15).
+    // M is the warp's 16 latents, K is tokens.
     DEVICE u32 values(const Lane& lane) const {
-        return band + lane.lane / 16 * TOKEN_BYTES + lane.half * LATENT + lane.warp * STEP_BYTES +
-               lane.lane / 8 % 2 * 16;
+        return tokens + matrix / 2 * TOKEN_BYTES + lane.half * LATENT + lane.warp * STEP_BYTES +
+               (matrix % 2 ^ odd) * 16;
     }
 };
+
+// A of a wgmma from four matrices of keys. A thread holds elements of one row.
+DEVICE void trade_keys(u32 (&a)[4], bool odd_row) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const u32 first = a[i], second = a[i + 2];
+        a[i] = odd_row ? second : first;
+        a[i + 2] = odd_row ? first : second;
+    }
+}
 
 // Leaves this half's part of the tile's scores. Also waits for whatever wgmma was issued before.
 DEVICE void compute_scores(float (&scores)[ROWS / 2], u32 keys, u32 shared, const Lane& lane) {
@@ -59,6 +71,8 @@ DEVICE void compute_scores(float (&scores)[ROWS / 2], u32 keys, u32 shared, cons
             const int step = batch * KEY_BATCH + i, past = step - HALF_BLOCKS * BLOCK_STEPS;
             load_matrix_x4(buffer[i], past < 0 ? first + step * STEP_BYTES : last + past * STEP_BYTES);
         }
+#pragma unroll
+        for (int i = 0; i < KEY_BATCH; i++) trade_keys(buffer[i], lane.g % 2);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < KEY_BATCH; i++) {

@@ -16,7 +16,7 @@ namespace streamla {
 constexpr int NUM_HEADS = STREAMLA_NUM_HEADS;
 constexpr int SEQLEN_Q = STREAMLA_SEQLEN_Q;
 constexpr int PAGE_SIZE = STREAMLA_PAGE_SIZE;
-constexpr int RUN = STREAMLA_RUN;  // tokens of one bulk copy: contiguous in a page, divides BAND
+constexpr int RUN = STREAMLA_RUN;  // tokens of one bulk copy: contiguous in a page, divides 8
 
 constexpr int TOTAL_ROWS = NUM_HEADS * SEQLEN_Q;  // row r is query r / NUM_HEADS, head r % NUM_HEADS
 constexpr int GROUPS = (TOTAL_ROWS + 7) / 8;      // of 8 rows
@@ -35,25 +35,27 @@ constexpr int HALVES = 2;
 constexpr int MATH_THREADS = HALVES * WARPGROUP;
 constexpr int MATH_WARPS = MATH_THREADS / WARP;
 constexpr int THREADS = MATH_THREADS + WARPGROUP;  // one warp of the last warpgroup loads
-constexpr int MATH_REGISTERS = 232;                // 256 * 232 + 128 * 40 = 384 * 168, the pool at launch
-constexpr int LOAD_REGISTERS = 40;
+constexpr int MATH_REGISTERS = 224;                // 256 * 224 + 128 * 56 = 384 * 168, the pool at launch
+constexpr int LOAD_REGISTERS = 56;
 
 // Named barriers.
 constexpr int BARRIER_MATH = 1;
 constexpr int BARRIER_READY = 2;  // mbarriers are initialised
 
-// A tile is 8 bands of 8 tokens. Rows of 1152 bytes all start in the same bank; band b starts 16 * b bytes
-// further, so an ldmatrix whose 8 rows are one token of each band meets no bank conflict.
-constexpr int BAND = 8;
-constexpr int BAND_GAP = 16;
+// Rows of 1152 bytes all start in the same bank. A tile is 4 bands of 16 tokens, and band b starts 32 * b bytes
+// further (a bulk copy to an odd multiple of 16 bytes is slower). The 8 rows of an ldmatrix are two tokens of each
+// band; of such a pair the second reads the other 16 bytes of a 32-byte chunk: so no two meet in a bank.
+constexpr int BAND = 16;
+constexpr int BAND_GAP = 32;
 constexpr int STAGE_BYTES = (STAGE_N * TOKEN_BYTES + (TILE_N / BAND - 1) * BAND_GAP + 127) / 128 * 128;
 
 // Where a token of a tile lies in its stage: tokens from STAGE_N on are in the tile's second.
 DEVICE constexpr u32 token_offset(int token) {
     return token % STAGE_N * TOKEN_BYTES + token / BAND * BAND_GAP;
 }
-// The order of a tile's tokens in fragments: place p is token p / 8 of band p % 8.
-DEVICE constexpr int token_of_place(int place) { return place % 8 * BAND + place / 8; }
+// The order of a tile's tokens in fragments: place p, row p % 8 of an 8 x 8 matrix, is token p / 8 of the p % 8-th
+// eight.
+DEVICE constexpr int token_of_place(int place) { return place % 8 * 8 + place / 8; }
 
 constexpr int QUERY_BLOCK_BYTES = ROWS * 128;  // 64 dimensions of all rows, 128-byte swizzle
 
@@ -102,6 +104,23 @@ struct Item {
         return {a.x, a.y, a.z, a.w, b.x, b.y, b.z};
     }
     DEVICE int num_splits() const { return split_end - split_begin; }
+};
+
+// The items of a program. The first is loaded at a guess beside the bounds that tell which it is: when one long
+// request is all there is, program p has item p.
+struct Items {
+    const int* work;
+    int begin, end;
+    Item first;
+
+    DEVICE static Items of(const int* work, int num_items, const int* work_indptr) {
+        const int program = blockIdx.x, guess = min(program, num_items - 1);
+        Item first = Item::load(work, guess);
+        const int begin = __ldg(work_indptr + program), end = __ldg(work_indptr + program + 1);
+        if (begin < end && begin != guess) first = Item::load(work, begin);
+        return {work, begin, end, first};
+    }
+    DEVICE Item at(int index) const { return index == begin ? first : Item::load(work, index); }
 };
 
 // A (batch, seqlen_q, num_heads, x) tensor: strides in elements, x contiguous.

@@ -21,7 +21,7 @@ DEVICE u32 probability_address(u32 shared, const Lane& lane) {
     return shared + Shared::PROBABILITY + lane.place() * 16 + lane.t * 4;
 }
 
-// A of 16 tokens: tokens 2 * step and 2 * step + 1 of every band.
+// A of 16 tokens: places 16 * step and on.
 struct Values {
     u32 a[M_TILES][4];
 
@@ -29,6 +29,18 @@ struct Values {
 #pragma unroll
         for (int j = 0; j < M_TILES; j++)
             load_matrix_x4_transposed(a[j], values + 2 * step * TOKEN_BYTES + j * 128);
+    }
+    // Even rows (tokens) are the lower 16 bits.
+    DEVICE void trade() {
+#pragma unroll
+        for (int j = 0; j < M_TILES; j++) {
+#pragma unroll
+            for (int i = 0; i < 4; i += 2) {
+                const u32 first = a[j][i], second = a[j][i + 1];
+                a[j][i] = __byte_perm(first, second, 0x7610);
+                a[j][i + 1] = __byte_perm(second, first, 0x7610);
+            }
+        }
     }
     // Tokens from `valid` of the tile on were not loaded: whatever lies there must not meet a probability of 0.
     // Tokens from `hidden` on are hidden from some row: what is not finite in them must not turn its 0 into
