@@ -1,6 +1,6 @@
 // MLA decode attention for 1 to 32 query rows over an fp8 cache (576-byte rows), and its merge.
 //
-// A program walks its items: the query goes to shared memory, step after step is accumulated, the result is
+// A program walks its items: the query goes to shared memory, tile after tile is accumulated, the result is
 // stored. docs/attention-sm90.md explains the pipeline and its budget.
 
 #include "load.cuh"
@@ -11,9 +11,12 @@
 namespace streamla {
 
 struct Softmaxing {
-    float score_scale;  // softmax_scale * log2(e) * k_scale
-    float value_scale;  // k_scale
+    float softmax_scale;
+    const float* k_scale;  // null: 1
     bool causal;
+
+    DEVICE float value_scale() const { return k_scale ? load_float(k_scale) : 1.0f; }
+    DEVICE float score_scale() const { return softmax_scale * LOG2_E * value_scale(); }
 };
 
 // The tokens of an item, and how far the first query of its request sees.
@@ -30,97 +33,98 @@ struct Range {
     }
 };
 
-constexpr int VALUE_BUFFERS = 2;  // of 32 tokens' values, widened
+constexpr int VALUE_BUFFERS = 2;                             // units of values in registers, widened
+constexpr int LAST_LOAD = UNITS == 4 ? 0 : UNITS - 3;  // unit at which the last values have been read
 
-// Values of 32 tokens of the step; those that were not loaded read as 0.
-DEVICE void load_values(RawValues& raw, const Range& range, int token, int pair, const Ring& ring, int position,
-                        bool masked, const Lane& lane) {
-    const int tile = pair / TILE_PAIRS;
-    raw.load(uniform(ring.stage(position + tile)) + value_offset(lane), pair % TILE_PAIRS);
-    if (masked) raw.clear_from(range.end - token - tile * TILE_N, pair % TILE_PAIRS, lane);
+// Values of one unit; tokens that were not loaded read as 0.
+DEVICE void load_values(RawValues& raw, u32 values, int unit, bool masked, int valid, const Lane& lane) {
+    raw.load(values, unit);
+    if (masked) raw.clear_from(valid, unit, lane);
 }
 
-// One step, from stages to accumulators. The second tile may not exist: then what is read of its stage is
-// masked like the tail of the first.
-DEVICE void attend_step(Sums& sums, Accumulator& acc, const Range& range, int token, int row_begin, const Ring& ring,
-                        int position, const Lane& lane) {
-    const u32 shared = ring.shared;
-    const bool has_second = token + TILE_N < range.end;
-    const bool masked = token + STEP_N > range.visible_end(0);
-    if (lane.tile() == 0 || has_second) ring.wait_full(position + lane.tile());
+// One tile, from stage to accumulators. `release`: hand the stage back after the last read.
+DEVICE void attend_tile(RowValues& sums, Accumulator& acc, const Range& range, int token, int row_begin,
+                        const Ring& ring, int position, bool release, const Lane& lane) {
+    const u32 shared = ring.shared, stage = uniform(ring.stage(position));
+    const u32 values = stage + value_offset(lane);
+    const bool masked = token + TILE_N > range.visible_end(0);
+    const int valid = range.end - token;
+    ring.wait_full(position);
 
-    float scores[ROWS / 2];
-    Scores mine;
-    RawValues raw[STEP_TILES * TILE_PAIRS];
-    Values values[VALUE_BUFFERS];
-    issue_scores(scores, uniform(ring.stage(position + lane.tile())), shared, lane);
-    if (lane.tile() == 1) ring.wait_full(position);
-    if (lane.tile() == 0 && has_second) ring.wait_full(position + 1);
-    load_values(raw[0], range, token, 0, ring, position, masked, lane);
-    load_values(raw[1], range, token, 1, ring, position, masked, lane);
+    float fragment[ROWS / 2];
+    Scores scores;
+    RawValues raw[UNITS];
+    Values widened[VALUE_BUFFERS];
+    issue_scores(fragment, stage, shared, lane);
+    load_values(raw[0], values, 0, masked, valid, lane);
+    load_values(raw[1], values, 1, masked, valid, lane);
     wgmma_wait<0>();
-    send_scores(scores, mine, shared, lane);
-    named_barrier(BARRIER_PAIR + lane.tile(), 2 * WARPGROUP);
-
-    values[0].widen(raw[0]);
-    values[1].widen(raw[1]);
-    load_values(raw[2], range, token, 2, ring, position, masked, lane);
-    load_values(raw[3], range, token, 3, ring, position, masked, lane);
-    ring.release(position, lane.leads_warp());
-    if (has_second) ring.release(position + 1, lane.leads_warp());
-    receive_scores(mine, shared, lane);
+    send_scores(fragment, scores, shared, lane);
+    if (TEAM_HALVES == 2) named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);
+    widened[0].widen(raw[0]);
+    widened[1].widen(raw[1]);
+    receive_scores(scores, shared, lane);
     if (masked) {
 #pragma unroll
-        for (int c = 0; c < GROUPS; c++) {
-#pragma unroll
-            for (int k = 0; k < 2; k++)
-                if (token + lane.token() >= range.visible_end(row_begin + lane.row(c, k))) mine[c][k] = NEG_INF;
+        for (int i = 0; i < GROUPS * THREAD_TOKENS * 2; i++) {
+            const int c = i / 2 / THREAD_TOKENS, x = i / 2 % THREAD_TOKENS, k = i % 2;
+            if (token + lane.token(x) >= range.visible_end(row_begin + lane.row(c, k))) scores[c][x][k] = NEG_INF;
         }
     }
-    softmax_step(sums, acc, mine, shared, lane);
+    softmax_tile(sums, acc, scores, shared, position, lane);
 
-    const u64 probabilities = probability_descriptor(shared);
+    const u64 probabilities = probability_descriptor(shared, position, lane);
+    load_values(raw[2], values, 2, masked, valid, lane);
+    load_values(raw[3], values, 3, masked, valid, lane);
 #pragma unroll
-    for (int pair = 0; pair < STEP_TILES * TILE_PAIRS; pair++) {
-        Values& v = values[pair % VALUE_BUFFERS];
-        if (pair >= VALUE_BUFFERS) wgmma_wait<VALUE_BUFFERS - 1>();
-        if (pair >= 2) v.widen(raw[pair]);
+    for (int u = 0; u < UNITS; u++) {
+        Values& v = widened[u % VALUE_BUFFERS];
+        if (u >= VALUE_BUFFERS) {
+            wgmma_wait<VALUE_BUFFERS - 1>();
+            v.widen(raw[u]);
+            if (u + 2 < UNITS) load_values(raw[u + 2], values, u + 2, masked, valid, lane);
+        }
+        if (u == LAST_LOAD && release) ring.release(position, lane.leads_warp());
         if (masked && SEQLEN_Q > 1) v.clear_nan();
-        issue_output(acc, v, probabilities, pair);
+        issue_output(acc, v, probabilities, u);
     }
     wgmma_wait<0>();
 }
 
-DEVICE void run_math(const Query& query, const Output& output, const Softmaxing& how, const int* work, int first_item,
-                     int last_item, int row_begin, int* counters, const Ring& ring) {
+DEVICE void run_math(const Query& query, const Output& output, const Softmaxing& how, const int* work,
+                     const int* program_items, int row_begin, int* counters, const Ring& ring) {
     const Lane lane = Lane::here();
     const u32 shared = ring.shared;
     int position = 0;
-    for (int index = first_item; index < last_item; index++) {
+    const int last_item = load_index(program_items + 1);
+    for (int index = load_index(program_items); index < last_item; index++) {
         const Item item = Item::load(work, index);
-        load_query(query, item.request, row_begin, shared, how.score_scale);
+        load_query(query, item.request, row_begin, shared, how.score_scale());
         named_barrier(BARRIER_MATH, MATH_THREADS);
-        reset_max(shared);  // no warp still reads those of the item before
+        reset_max(shared, lane);  // no warp still reads those of the item before
+        named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);
 
         Accumulator acc;
 #pragma unroll
-        for (int j = 0; j < M_TILES; j++) {
+        for (int j = 0; j < RUNS * M_TILES; j++) {
 #pragma unroll
             for (int i = 0; i < ROWS / 2; i++) acc[j][i] = 0.0f;
         }
-        Sums sums;
+        RowValues sums;
 #pragma unroll
         for (int c = 0; c < GROUPS; c++) sums[c][0] = sums[c][1] = 0.0f;
 
         const Range range = Range::of(item, how.causal);
-        for (int token = range.begin; token < range.end; token += STEP_N, position += STEP_TILES)
-            attend_step(sums, acc, range, token, row_begin, ring, position, lane);
-        position -= item.num_tiles() % STEP_TILES;
-        finish_item(sums, acc, output, item, row_begin, shared, how.value_scale, lane);
+        const int skip = (lane.team - position % TEAMS + TEAMS) % TEAMS, end = position + item.num_tiles();
+        for (int tile = position + skip; tile < end; tile += TEAMS)
+            attend_tile(sums, acc, range, range.begin + (tile - position) * TILE_N, row_begin, ring, tile,
+                        tile + TEAMS < end, lane);
+        finish_item(sums, acc, output, Item::load(work, index), row_begin, ring, position, end, how.value_scale(), lane);
+        position = end;
         if (counters && item.slot >= 0) announce_partial(counters, item);
     }
     if (!counters) return;
-    for (int index = first_item; index < last_item; index++) {
+    for (int index = load_index(program_items); index < load_index(program_items + 1); index++) {
         const Item item = Item::load(work, index);
         if (item.slot < 0) continue;
         wait_for_partials(counters, item);
@@ -161,15 +165,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             load_item(Item::load(work, index), cache, ring, position, l2_policy);
     } else {
         registers_grow<MATH_REGISTERS>();
-        const int first_item = __ldg(work_indptr + program), last_item = __ldg(work_indptr + program + 1);
-        const float scale = k_scale ? __ldg(k_scale) : 1.0f;
         const Query query{q_nope, q_pe, {q_nope_batch, q_nope_query, q_nope_head},
                           {q_pe_batch, q_pe_query, q_pe_head}, q_aligned != 0};
         const Output output{out, lse, {out_batch, out_query, out_head}, {lse_batch, lse_query, lse_head},
                             out_partial, lse_partial, out_aligned != 0, lse_scale};
-        const Softmaxing how{softmax_scale * LOG2_E * scale, scale, causal != 0};
+        const Softmaxing how{softmax_scale, k_scale, causal != 0};
         named_barrier(BARRIER_READY, MATH_THREADS + WARP);
-        run_math(query, output, how, work, first_item, last_item, row_begin, counters, ring);
+        run_math(query, output, how, work, work_indptr + program, row_begin, counters, ring);
     }
 }
 

@@ -1,7 +1,11 @@
-// The end of an item: the accumulators, normalised, leave the program, as a partial (fp32) or, if the item is the
-// whole request, as the output itself (bf16).
+// The end of an item: the teams add up what they have, and the result leaves the program, as a partial (fp32,
+// normalised) or, if the item is the whole request, as the output itself (bf16).
+//
+// Team 0 finishes the even rows, team 1 the odd ones. Each sends its accumulators of the other's rows through
+// the last stage it has read, which it has not released yet.
 #pragma once
 
+#include "load.cuh"
 #include "softmax.cuh"
 
 namespace streamla {
@@ -19,7 +23,10 @@ struct Output {
     }
 };
 
-DEVICE void publish_sums(const Sums& sums, u32 shared, const Lane& lane) {
+DEVICE u32 sum_address(u32 shared, int team, int team_warp, int row) {
+    return shared + Shared::SUM + ((team * TEAM_WARPS + team_warp) * ROWS + row) * 4;
+}
+DEVICE void publish_sums(const RowValues& sums, u32 shared, const Lane& lane) {
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
 #pragma unroll
@@ -27,54 +34,133 @@ DEVICE void publish_sums(const Sums& sums, u32 shared, const Lane& lane) {
             float sum = sums[c][k];
 #pragma unroll
             for (int o = 4; o < WARP; o *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, o);
-            if (lane.g == 0)
-                store_shared(row_warps_address(shared + Shared::SUM, lane.row(c, k)) + lane.math_warp() * 4, sum);
+            if (lane.g == 0) store_shared(sum_address(shared, lane.team, lane.team_warp(), lane.row(c, k)), sum);
         }
     }
 }
-
-DEVICE void store_bfloats(u16* p, const float (&v)[4], bool aligned) {
-    const uint2 pairs = {pack_bfloat2(v[0], v[1]), pack_bfloat2(v[2], v[3])};
-    if (aligned) {
-        *reinterpret_cast<uint2*>(p) = pairs;
-    } else {
-        p[0] = static_cast<u16>(pairs.x);
-        p[1] = static_cast<u16>(pairs.x >> 16);
-        p[2] = static_cast<u16>(pairs.y);
-        p[3] = static_cast<u16>(pairs.y >> 16);
-    }
+// Sum of a team's exponentials of one row, in a fixed order.
+DEVICE float team_sum(u32 shared, int team, int row) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < TEAM_WARPS; w++) sum += load_shared_f32(sum_address(shared, team, w, row));
+    return sum;
 }
 
-DEVICE void finish_item(const Sums& sums, const Accumulator& acc, const Output& output, const Item& item,
-                        int row_begin, u32 shared, float value_scale, const Lane& lane) {
-    publish_sums(sums, shared, lane);
-    named_barrier(BARRIER_MATH, MATH_THREADS);
-    const int latent = first_latent(lane);
-    const bool writes_lse = lane.math_warp() == 0 && lane.g == 0;
+// Four latents of a thread, quad `quad` of run `run`, of row 8 * c + 2 * t + k.
+DEVICE float4 quad_of(const Accumulator& acc, int c, int run, int quad, int k) {
+    const int j = run * M_TILES + quad * 2;
+    const float4 even = make_float4(acc[j][4 * c], acc[j][4 * c + 2], acc[j + 1][4 * c], acc[j + 1][4 * c + 2]);
+    const float4 odd =
+        make_float4(acc[j][4 * c + 1], acc[j][4 * c + 3], acc[j + 1][4 * c + 1], acc[j + 1][4 * c + 3]);
+    return k ? odd : even;
+}
+
+DEVICE u32 swap_address(u32 stage, const Lane& lane, int c, int run, int quad) {
+    return stage + (((c * RUNS + run) * 2 + quad) * TEAM_THREADS + lane.team_thread()) * 16;
+}
+static_assert(GROUPS * RUNS * 2 * TEAM_THREADS * 16 <= STAGE_BYTES, "what a team sends fits in a stage");
+
+DEVICE void send_accumulators(const Accumulator& acc, u32 stage, const Lane& lane) {
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const int tile_row = lane.row(c, k), row = row_begin + tile_row;
-            if (row >= TOTAL_ROWS) continue;
-            const float sum = sum_of_warps(shared + Shared::SUM, tile_row);
-            const float normal = sum == 0.0f ? 0.0f : value_scale / sum;
-            const float largest = load_shared_f32(running_max_address(shared, tile_row));
-            const float lse = LN_2 * (exponent_base(largest) + log2_approx(sum));
-            const float v[THREAD_LATENTS] = {acc[0][4 * c + k] * normal, acc[0][4 * c + k + 2] * normal,
-                                             acc[1][4 * c + k] * normal, acc[1][4 * c + k + 2] * normal};
-            if (item.slot >= 0) {
-                *reinterpret_cast<float4*>(output.partial(item.slot, row) + latent) =
-                    make_float4(v[0], v[1], v[2], v[3]);
-                if (writes_lse) output.lse_partial[static_cast<i64>(item.slot) * TOTAL_ROWS + row] = lse;
-            } else {
-                store_bfloats(output.out + output.out_strides.at(item.request, row) + latent, v,
-                              output.aligned);
-                if (writes_lse)
-                    output.lse[output.lse_strides.at(item.request, row)] = lse * output.lse_scale;
+        for (int i = 0; i < RUNS * 2; i++)
+            store_shared(swap_address(stage, lane, c, i / 2, i % 2), quad_of(acc, c, i / 2, i % 2, lane.team ^ 1));
+    }
+    fence_async_proxy();
+}
+
+// Eight contiguous floats a thread, its neighbour in g the next eight: lane pairs trade quads so that one
+// store instruction fills whole 32-byte sectors.
+DEVICE void store_floats(float* row, const float (&v)[THREAD_LATENTS], bool exists, int run,
+                        const Lane& lane) {
+    const bool odd = lane.g % 2;
+    float low[4], high[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float received = __shfl_xor_sync(FULL_WARP, odd ? v[i] : v[4 + i], 4);
+        low[i] = odd ? received : v[i];
+        high[i] = odd ? v[4 + i] : received;
+    }
+    if (!exists) return;
+    float* pair = row + first_latent(lane, run) - odd * THREAD_LATENTS + odd * 4;
+    *reinterpret_cast<float4*>(pair) = make_float4(low[0], low[1], low[2], low[3]);
+    *reinterpret_cast<float4*>(pair + 8) = make_float4(high[0], high[1], high[2], high[3]);
+}
+DEVICE void store_bfloats(u16* p, const float (&v)[THREAD_LATENTS], bool aligned) {
+    u32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) pairs[i] = pack_bfloat2(v[2 * i], v[2 * i + 1]);
+    if (aligned) {
+        *reinterpret_cast<uint4*>(p) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) p[i] = static_cast<u16>(pairs[i / 2] >> 16 * (i % 2));
+    }
+}
+
+// One run of latents of one row of the item, k_scale included.
+DEVICE void store_row(const Output& output, const Item& item, int row, int run, const float (&v)[THREAD_LATENTS],
+                      float lse, const Lane& lane) {
+    const bool writes_lse = lane.team_warp() == 0 && lane.g == 0 && run == 0;
+    const bool exists = row < TOTAL_ROWS;
+    if (item.slot >= 0) {
+        store_floats(output.partial(item.slot, row), v, exists, run, lane);
+        if (writes_lse && exists)
+            output.lse_partial[static_cast<i64>(item.slot) * TOTAL_ROWS + row] = lse;
+    } else if (exists) {
+        store_bfloats(output.out + output.out_strides.at(item.request, row) + first_latent(lane, run), v,
+                      output.aligned);
+        if (writes_lse)
+            output.lse[output.lse_strides.at(item.request, row)] = lse * output.lse_scale;
+    }
+}
+
+// The tiles at ring positions [first, end) have been accumulated, each by the team it fell to.
+DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Output& output, const Item& item,
+                        int row_begin, const Ring& ring, int first, int end, float value_scale, Lane lane) {
+    lane.g = forget(lane.g);  // no address of the stores below is kept in a register all the while
+    const u32 shared = ring.shared;
+    const int other_team = lane.team ^ 1;
+    const int my_last = (end - 1) % TEAMS == lane.team ? end - 1 : end - 2;
+    const int other_last = (end - 1) % TEAMS == lane.team ? end - 2 : end - 1;
+    publish_sums(sums, shared, lane);
+    if (my_last >= first) {
+        named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);  // all its warps have read that stage
+        send_accumulators(acc, ring.stage(my_last), lane);
+    }
+    named_barrier(BARRIER_MATH, MATH_THREADS);
+
+#pragma unroll
+    for (int c = 0; c < GROUPS; c++) {
+        const int row = lane.row(c, lane.team);
+        const float my_max = load_shared_f32(team_max_address(shared, lane.team, row));
+        const float other_max = load_shared_f32(team_max_address(shared, other_team, row));
+        const float base = exponent_base(fmaxf(my_max, other_max));
+        float my_weight = exp2_approx(my_max - base), other_weight = exp2_approx(other_max - base);
+        const float sum = my_weight * team_sum(shared, lane.team, row) +
+                          other_weight * team_sum(shared, other_team, row);
+        const float normal = sum == 0.0f ? 0.0f : value_scale / sum;
+        my_weight *= normal;
+        other_weight *= normal;
+#pragma unroll
+        for (int run = 0; run < RUNS; run++) {
+            float v[THREAD_LATENTS];
+#pragma unroll
+            for (int quad = 0; quad < 2; quad++) {
+                const float4 mine = quad_of(acc, c, run, quad, lane.team);
+                float4 other = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                if (other_last >= first)
+                    other = load_shared_f32x4(swap_address(ring.stage(other_last), lane, c, run, quad));
+                v[4 * quad] = my_weight * mine.x + other_weight * other.x;
+                v[4 * quad + 1] = my_weight * mine.y + other_weight * other.y;
+                v[4 * quad + 2] = my_weight * mine.z + other_weight * other.z;
+                v[4 * quad + 3] = my_weight * mine.w + other_weight * other.w;
             }
+            store_row(output, item, row_begin + row, run, v, LN_2 * (base + log2_approx(sum)), lane);
         }
     }
+    if (other_last >= first) ring.release(other_last, lane.leads_warp());
 }
 
 }  // namespace streamla

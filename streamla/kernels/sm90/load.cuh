@@ -16,6 +16,11 @@ struct Cache {
     i64 table_stride;
 };
 
+// Tiles being loaded at once: with more, none lands before all do. It also keeps the landings in order enough that
+// a team which waits for its round of a stage cannot meet the round before the last, of equal parity.
+constexpr int IN_FLIGHT = 3;
+static_assert(STAGES % TEAMS == 0 || IN_FLIGHT <= STAGES - TEAMS, "see above");
+
 constexpr int TILE_RUNS = TILE_N / RUN;
 constexpr int LANE_RUNS = (TILE_RUNS + WARP - 1) / WARP;  // runs of a tile that one lane issues
 constexpr int BATCH_TILES = TILE_RUNS < WARP ? WARP / TILE_RUNS : 1;  // tiles whose pages a warp holds
@@ -29,7 +34,8 @@ struct Ring {
     DEVICE u32 empty(int position) const { return shared + Shared::EMPTY + position % STAGES * 8; }
     DEVICE void wait_full(int position) const { mbarrier_wait(full(position), position / STAGES & 1); }
     DEVICE void wait_empty(int position) const { mbarrier_wait(empty(position), ~(position / STAGES) & 1); }
-    // A warp has read all that it needs of a stage.
+    // A warp has read all that it needs of a stage. What generic stores left there must be ordered before
+    // (fence_async_proxy).
     DEVICE void release(int position, bool leads_warp) const {
         __syncwarp();
         if (leads_warp) mbarrier_arrive(empty(position));
@@ -37,7 +43,7 @@ struct Ring {
     DEVICE void init() const {
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(full(s), 1);
-            mbarrier_init(empty(s), MATH_WARPS);
+            mbarrier_init(empty(s), TEAM_WARPS);
         }
         fence_mbarrier_init();
     }
@@ -65,6 +71,7 @@ DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, in
             const int first = item.begin + (batch + i) * TILE_N;  // token
             const u32 full = ring.full(position), stage = ring.stage(position);
             ring.wait_empty(position);
+            if (position >= IN_FLIGHT) ring.wait_full(position - IN_FLIGHT);
             if (lane == 0) mbarrier_arrive_expect(full, min(TILE_N, item.end - first) * TOKEN_BYTES);
             __syncwarp();
 #pragma unroll

@@ -73,8 +73,17 @@ struct Weighted {
     }
     DEVICE void store(const Output& output, int request, int row, int latent) const {
         const float normal = sum == 0.0f ? 0.0f : 1.0f / sum;
-        const float v[4] = {value[0] * normal, value[1] * normal, value[2] * normal, value[3] * normal};
-        store_bfloats(output.out + output.out_strides.at(request, row) + latent, v, output.aligned);
+        u16* p = output.out + output.out_strides.at(request, row) + latent;
+        const uint2 pairs = {pack_bfloat2(value[0] * normal, value[1] * normal),
+                             pack_bfloat2(value[2] * normal, value[3] * normal)};
+        if (output.aligned) {
+            *reinterpret_cast<uint2*>(p) = pairs;
+        } else {
+            p[0] = static_cast<u16>(pairs.x);
+            p[1] = static_cast<u16>(pairs.x >> 16);
+            p[2] = static_cast<u16>(pairs.y);
+            p[3] = static_cast<u16>(pairs.y >> 16);
+        }
         if (latent == 0)
             output.lse[output.lse_strides.at(request, row)] =
                 output.lse_scale * (exponent_base(largest) + LN_2 * log2_approx(sum));
@@ -134,10 +143,7 @@ DEVICE void merge_share(const Output& output, const Item& item, int row_begin, i
 // what one launch stores whenever none is missing.
 DEVICE void announce_partial(int* counters, const Item& item) {
     named_barrier(BARRIER_MATH, MATH_THREADS);
-    if (threadIdx.x == 0) {
-        __threadfence();
-        add_release(counters + item.request, 1);
-    }
+    if (threadIdx.x == 0) add_release(counters + item.request, 1);
 }
 DEVICE void wait_for_partials(const int* counters, const Item& item) {
     if (threadIdx.x == 0) {

@@ -21,7 +21,6 @@ TARGET = "sm_90a"
 
 TILE_N = 64
 ROW_STEPS = (8, 16, 24, 32)  # query rows that a program may hold: N of its wgmma
-THREADS = 640
 LATENT = 512
 TOKEN_BYTES = 576
 COPY_ALIGNMENT = 16  # bytes: what a bulk copy needs of addresses and sizes
@@ -74,14 +73,23 @@ class Variant:
         return -(-self.num_heads * self.seqlen_q // self.rows)
 
     @property
+    def team_halves(self) -> int:
+        """Warpgroups of each of the two teams, as tile.cuh has it."""
+        return 2 if self.rows <= 16 else 1
+
+    @property
+    def threads(self) -> int:
+        return (2 * self.team_halves + 1) * 128
+
+    @property
     def shared_bytes(self) -> int:
         """As `Shared` in tile.cuh has it."""
-        stages = 5 if self.rows <= 16 else 4
+        stages = 5 if self.team_halves == 2 else 4
         ring = -(-stages * (TILE_N * TOKEN_BYTES + 128) // 1024) * 1024
         query = 9 * self.rows * 128
-        probability = 2 * TILE_N * self.rows * 2
-        score = 4 * TILE_N // 2 * self.rows * 4
-        small = (16 + 16 + 1 + 1) * self.rows * 4 + 2 * stages * 8
+        probability = 2 * 2 // self.team_halves * TILE_N * self.rows * 2
+        score = 2 * 2 * TILE_N // 2 * self.rows * 4 if self.team_halves == 2 else 0
+        small = (2 * 2 * 4 * self.team_halves + 2 + 1) * self.rows * 4 + 2 * stages * 8
         return ring + query + probability + score + small + 1024
 
     def cubin(self) -> bytes:
@@ -106,7 +114,7 @@ def attention_kernel(variant: Variant) -> Kernel:
         variant.cubin,
         "mla_attention",
         _PARAMS,
-        threads=THREADS,
+        threads=variant.threads,
         shared_bytes=variant.shared_bytes,
         cooperative=True,
     )

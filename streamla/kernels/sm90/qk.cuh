@@ -1,17 +1,17 @@
 // Scores: S^T (64 tokens x ROWS) = K (tokens x 576) * Q^T, as wgmma with tokens on M, so 8 rows waste nothing.
 //
 // A = keys, widened from fp8 to fp16 in registers. B = queries, in shared memory, read once for the four
-// warps. Of the 9 blocks of 64 dimensions each quarter of a pair takes four, and two of the four steps of the
-// last; the two then add up what they have through shared memory.
+// warps. Two halves of a team take four of the 9 blocks of 64 dimensions each, and two of the four steps of
+// the last; then they add up what they have through shared memory.
 #pragma once
 
 #include "tile.cuh"
 
 namespace streamla {
 
-constexpr int HALF_BLOCKS = 4;
-constexpr int LAST_BLOCK = 2 * HALF_BLOCKS;
-static_assert((LAST_BLOCK + 1) * 64 == HEAD_DIM, "the pair takes all dimensions");
+constexpr int LAST_BLOCK = HEAD_DIM / 64 - 1;
+constexpr int HALF_BLOCKS = LAST_BLOCK / TEAM_HALVES;
+constexpr int LAST_WORDS = 4 / TEAM_HALVES;  // of the last block
 
 // Offset in a stage of the first 16 bytes that a thread reads of a block: token 16 * warp + g.
 DEVICE u32 key_offset(const Lane& lane) { return stage_offset(16 * lane.warp + lane.g) + lane.t * 16; }
@@ -46,7 +46,7 @@ struct KeyBlock {
 };
 
 // Issues the wgmmas of WORDS words of a block, two at a time, from buffer `pair` % KEY_PAIRS on.
-constexpr int KEY_PAIRS = 3;
+constexpr int KEY_PAIRS = 2;
 using KeyFragments = u32[KEY_PAIRS][2][4];
 template <int WORDS>
 DEVICE void issue_block(float (&scores)[ROWS / 2], KeyFragments& a, const KeyBlock& block, u64 queries, int pair) {
@@ -63,11 +63,11 @@ DEVICE void issue_block(float (&scores)[ROWS / 2], KeyFragments& a, const KeyBlo
     }
 }
 
-// Issues this quarter's part of its tile's scores; the caller waits.
+// Issues this half's part of a tile's scores; the caller waits.
 DEVICE void issue_scores(float (&scores)[ROWS / 2], u32 stage, u32 shared, const Lane& lane) {
     const u32 keys = stage + key_offset(lane);
-    const u32 first = keys + lane.half() * HALF_BLOCKS * 64;
-    const u64 queries = query_descriptor(shared, lane.half() * HALF_BLOCKS, 0);
+    const u32 first = keys + lane.half * HALF_BLOCKS * 64;
+    const u64 queries = query_descriptor(shared, lane.half * HALF_BLOCKS, 0);
     KeyBlock blocks[HALF_BLOCKS + 1];
     KeyFragments a;
     blocks[0].load<4>(first);
@@ -75,38 +75,49 @@ DEVICE void issue_scores(float (&scores)[ROWS / 2], u32 stage, u32 shared, const
 #pragma unroll
     for (int b = 0; b < HALF_BLOCKS; b++) {
         if (b + 2 < HALF_BLOCKS) blocks[b + 2].load<4>(first + (b + 2) * 64);
-        if (b + 2 == HALF_BLOCKS) blocks[b + 2].load<2>(keys + LAST_BLOCK * 64 + lane.half() * 8);
+        if (b + 2 == HALF_BLOCKS) blocks[b + 2].load<LAST_WORDS>(keys + LAST_BLOCK * 64 + lane.half * 8);
         issue_block<4>(scores, a, blocks[b], queries + b * QUERY_BLOCK_BYTES / 16, 2 * b);
     }
-    issue_block<2>(scores, a, blocks[HALF_BLOCKS], query_descriptor(shared, LAST_BLOCK, 2 * lane.half()),
-                   2 * HALF_BLOCKS);
+    issue_block<LAST_WORDS>(scores, a, blocks[HALF_BLOCKS], query_descriptor(shared, LAST_BLOCK, 2 * lane.half),
+                            2 * HALF_BLOCKS);
 }
 
-// The quarters of a pair trade: each keeps its own tokens (the first +0 of every 16, the second +8).
-DEVICE u32 score_address(u32 shared, int to, int c) {
-    return shared + Shared::SCORE + to * Shared::SCORE_BYTES + (c * WARPGROUP + threadIdx.x % WARPGROUP) * 8;
+using Scores = float[GROUPS][THREAD_TOKENS][2];  // of rows Lane::row(c, k) and tokens Lane::token(x)
+
+DEVICE u32 score_address(u32 shared, const Lane& lane, int half) {
+    return shared + Shared::SCORE + (lane.team * 2 + half) * Shared::SCORE_BYTES + threadIdx.x % WARPGROUP * 8;
 }
-DEVICE void send_scores(const float (&scores)[ROWS / 2], float (&mine)[GROUPS][2], u32 shared, const Lane& lane) {
-    const u32 address = score_address(shared, lane.quarter ^ 1, 0);
+// Two halves trade: each keeps its own tokens.
+DEVICE void send_scores(const float (&fragment)[ROWS / 2], Scores& scores, u32 shared, const Lane& lane) {
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
-        const float2 first = make_float2(scores[4 * c], scores[4 * c + 1]);
-        const float2 second = make_float2(scores[4 * c + 2], scores[4 * c + 3]);
-        store_shared(address + c * WARPGROUP * 8, lane.half() ? first : second);
-        mine[c][0] = lane.half() ? second.x : first.x;
-        mine[c][1] = lane.half() ? second.y : first.y;
+        const float2 first = make_float2(fragment[4 * c], fragment[4 * c + 1]);
+        const float2 second = make_float2(fragment[4 * c + 2], fragment[4 * c + 3]);
+        if constexpr (TEAM_HALVES == 2) {
+            store_shared(score_address(shared, lane, lane.half ^ 1) + c * WARPGROUP * 8, lane.half ? first : second);
+            scores[c][0][0] = lane.half ? second.x : first.x;
+            scores[c][0][1] = lane.half ? second.y : first.y;
+        } else {
+            scores[c][0][0] = first.x, scores[c][0][1] = first.y;
+            scores[c][1][0] = second.x, scores[c][1][1] = second.y;
+        }
     }
 }
 // In base 2, ready for the softmax.
-DEVICE void receive_scores(float (&mine)[GROUPS][2], u32 shared, const Lane& lane) {
-    const u32 address = score_address(shared, lane.quarter, 0);
-    const u32 scales = shared + Shared::ROW_SCALE + lane.t * 8;
+DEVICE void receive_scores(Scores& scores, u32 shared, const Lane& lane) {
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
-        const float2 other = load_shared_f32x2(address + c * WARPGROUP * 8);
-        const float2 scale = load_shared_f32x2(scales + c * 32);
-        mine[c][0] = (mine[c][0] + other.x) * scale.x;
-        mine[c][1] = (mine[c][1] + other.y) * scale.y;
+        if constexpr (TEAM_HALVES == 2) {
+            const float2 other = load_shared_f32x2(score_address(shared, lane, lane.half) + c * WARPGROUP * 8);
+            scores[c][0][0] += other.x;
+            scores[c][0][1] += other.y;
+        }
+        const float2 scale = load_shared_f32x2(shared + Shared::ROW_SCALE + lane.row(c, 0) * 4);
+#pragma unroll
+        for (int x = 0; x < THREAD_TOKENS; x++) {
+            scores[c][x][0] *= scale.x;
+            scores[c][x][1] *= scale.y;
+        }
     }
 }
 

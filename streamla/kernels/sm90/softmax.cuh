@@ -1,122 +1,123 @@
-// Online softmax of a step, in base 2: a thread holds one token and ROWS / 4 rows.
+// Online softmax of a tile, in base 2: a thread holds ROWS / 4 rows of one or two tokens.
 //
-// All warps share one running maximum a row. It moves only when some score exceeds it by more than
-// 2^THRESHOLD: so a step costs one barrier that also asks "did anybody exceed?", and nearly always nobody
+// The warps of a team share one running maximum a row. It moves only when some score exceeds it by more than
+// 2^THRESHOLD: so a tile costs one barrier that also asks "did anybody exceed?", and nearly always nobody
 // did. Probabilities then reach 2^THRESHOLD, far below fp16's limit, and the result is the same.
 #pragma once
 
 #include "pv.cuh"
+#include "qk.cuh"
 
 namespace streamla {
 
 constexpr float THRESHOLD = 8.0f;
 
-// The running maxima live in shared memory: registers are scarcer.
-DEVICE u32 running_max_address(u32 shared, int row) { return shared + Shared::RUNNING_MAX + row * 4; }
-DEVICE void reset_max(u32 shared) {
-    if (threadIdx.x < ROWS) store_shared(running_max_address(shared, threadIdx.x), NEG_INF);
+// The running maxima live in shared memory: registers are scarcer. Reset by one warp of the team, before its
+// first barrier.
+DEVICE u32 team_max_address(u32 shared, int team, int row) {
+    return shared + Shared::TEAM_MAX + (team * ROWS + row) * 4;
+}
+DEVICE void reset_max(u32 shared, const Lane& lane) {
+    if (lane.team_thread() < ROWS) store_shared(team_max_address(shared, lane.team, lane.team_thread()), NEG_INF);
 }
 
-// Exponentials of this thread's own tokens and rows.
-using Scores = float[GROUPS][2];
-using Sums = float[GROUPS][2];
+using RowValues = float[GROUPS][2];
 
 // What is subtracted in the exponent. -inf means that nothing was seen yet: keep -inf - (-inf) out.
 DEVICE float exponent_base(float largest) { return largest == NEG_INF ? 0.0f : largest; }
 
 // Exponentials of this thread's scores: to shared memory as P^T, and returned.
-DEVICE void store_probabilities(Scores& p, const Scores& scores, const Scores& largest, u32 address) {
+DEVICE void store_probabilities(Scores& p, const Scores& scores, const RowValues& largest, u32 address) {
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
 #pragma unroll
-        for (int k = 0; k < 2; k++) p[c][k] = exp2_approx(scores[c][k] - exponent_base(largest[c][k]));
-        store_shared(address + c * PROBABILITY_GROUP, pack_half2(p[c][0], p[c][1]));
+        for (int x = 0; x < THREAD_TOKENS; x++) {
+#pragma unroll
+            for (int k = 0; k < 2; k++) p[c][x][k] = exp2_approx(scores[c][x][k] - exponent_base(largest[c][k]));
+            store_shared(address + c * PROBABILITY_GROUP + x * OTHER_POSITION,
+                         pack_half2(p[c][x][0], p[c][x][1]));
+        }
     }
     fence_async_proxy();
 }
 
-// MATH_WARPS floats of a row, one from each warp.
-DEVICE u32 row_warps_address(u32 first, int row) { return first + row * MATH_WARPS * 4; }
-DEVICE float largest_of_warps(u32 first, int row) {
-    float largest = NEG_INF;
-#pragma unroll
-    for (int i = 0; i < MATH_WARPS; i += 4) {
-        const float4 a = load_shared_f32x4(row_warps_address(first, row) + i * 4);
-        largest = fmaxf(largest, fmaxf(fmaxf(a.x, a.y), fmaxf(a.z, a.w)));
-    }
-    return largest;
-}
-DEVICE float sum_of_warps(u32 first, int row) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < MATH_WARPS; i += 4) {
-        const float4 a = load_shared_f32x4(row_warps_address(first, row) + i * 4);
-        sum += (a.x + a.y) + (a.z + a.w);
-    }
-    return sum;
+DEVICE u32 max_address(u32 shared, const Lane& lane, int warp) {
+    return shared + Shared::MAX + ((lane.team * TEAM_WARPS + warp) * ROWS + lane.row(0, 0)) * 4;
 }
 
 // The rare case: agree on new maxima (`largest`: old ones in, new ones out), and rescale what was
 // accumulated under the old ones.
-DEVICE void raise_max(Scores& largest, Sums& sums, Accumulator& acc, u32 shared, const Lane& lane) {
+DEVICE void raise_max(RowValues& largest, RowValues& sums, Accumulator& acc, const Scores& scores, u32 shared,
+                      const Lane& lane) {
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
+        float seen[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            seen[k] = fmaxf(scores[c][0][k], scores[c][THREAD_TOKENS - 1][k]);
+#pragma unroll
+            for (int o = 4; o < WARP; o *= 2) seen[k] = fmaxf(seen[k], __shfl_xor_sync(FULL_WARP, seen[k], o));
+        }
+        if (lane.g == 0) store_shared(max_address(shared, lane, lane.team_warp()) + c * 32, make_float2(seen[0], seen[1]));
+    }
+    named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);
+#pragma unroll
+    for (int c = 0; c < GROUPS; c++) {
+        float2 seen = make_float2(largest[c][0], largest[c][1]);
+#pragma unroll
+        for (int w = 0; w < TEAM_WARPS; w++) {
+            const float2 other = load_shared_f32x2(max_address(shared, lane, w) + c * 32);
+            seen.x = fmaxf(seen.x, other.x);
+            seen.y = fmaxf(seen.y, other.y);
+        }
+        if (lane.team_warp() == 0 && lane.g == 0) store_shared(team_max_address(shared, lane.team, lane.row(c, 0)), seen);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const float old = largest[c][k];
-            largest[c][k] = fmaxf(old, largest_of_warps(shared + Shared::MAX, lane.row(c, k)));
+            largest[c][k] = k ? seen.y : seen.x;
             const float scale = exp2_approx(old - exponent_base(largest[c][k]));
             sums[c][k] *= scale;
 #pragma unroll
-            for (int j = 0; j < M_TILES; j++) {
+            for (int j = 0; j < RUNS * M_TILES; j++) {
                 acc[j][4 * c + k] *= scale;
                 acc[j][4 * c + k + 2] *= scale;
             }
         }
     }
-    if (lane.math_warp() || lane.g) return;
-#pragma unroll
-    for (int c = 0; c < GROUPS; c++)
-        store_shared(running_max_address(shared, lane.row(c, 0)), make_float2(largest[c][0], largest[c][1]));
 }
 
-// Returns behind a barrier: P^T is complete in shared memory.
-DEVICE void softmax_step(Sums& sums, Accumulator& acc, const Scores& scores, u32 shared, const Lane& lane) {
-    const u32 address = probability_address(shared, lane);
-    Scores largest, p;
+// Returns behind a barrier of the team: P^T is complete in shared memory.
+DEVICE void softmax_tile(RowValues& sums, Accumulator& acc, const Scores& scores, u32 shared, int position,
+                         const Lane& lane) {
+    const u32 address = probability_address(shared, position, lane);
+    RowValues largest;
     bool exceeds = false;
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
-        const float2 running = load_shared_f32x2(running_max_address(shared, lane.row(c, 0)));
+        const float2 running = load_shared_f32x2(team_max_address(shared, lane.team, lane.row(c, 0)));
         largest[c][0] = running.x;
         largest[c][1] = running.y;
 #pragma unroll
-        for (int k = 0; k < 2; k++) exceeds |= scores[c][k] > largest[c][k] + THRESHOLD;
+        for (int x = 0; x < THREAD_TOKENS; x++) {
+            exceeds |= scores[c][x][0] > largest[c][0] + THRESHOLD;
+            exceeds |= scores[c][x][1] > largest[c][1] + THRESHOLD;
+        }
     }
     exceeds = __any_sync(FULL_WARP, exceeds);
+    Scores p;
     if (!exceeds) store_probabilities(p, scores, largest, address);
-    if (named_barrier_any(BARRIER_MATH, MATH_THREADS, exceeds)) {
-#pragma unroll
-        for (int c = 0; c < GROUPS; c++) {
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-                float seen = scores[c][k];
-#pragma unroll
-                for (int o = 4; o < WARP; o *= 2) seen = fmaxf(seen, __shfl_xor_sync(FULL_WARP, seen, o));
-                if (lane.g == 0)
-                    store_shared(row_warps_address(shared + Shared::MAX, lane.row(c, k)) + lane.math_warp() * 4,
-                                 seen);
-            }
-        }
-        named_barrier(BARRIER_MATH, MATH_THREADS);
-        raise_max(largest, sums, acc, shared, lane);
+    if (named_barrier_any(BARRIER_TEAM + lane.team, TEAM_THREADS, exceeds)) {
+        raise_max(largest, sums, acc, scores, shared, lane);
         store_probabilities(p, scores, largest, address);
-        named_barrier(BARRIER_MATH, MATH_THREADS);
+        named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);
     }
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
 #pragma unroll
-        for (int k = 0; k < 2; k++) sums[c][k] += p[c][k];
+        for (int x = 0; x < THREAD_TOKENS; x++) {
+            sums[c][0] += p[c][x][0];
+            sums[c][1] += p[c][x][1];
+        }
     }
 }
 

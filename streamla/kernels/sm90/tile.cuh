@@ -1,11 +1,9 @@
-// What a program is made of: its step, its threads, its shared memory.
+// What a program is made of: its tile, its threads, its shared memory.
 //
-// A program is one block on one SM. It walks its items in steps of two tiles (64 tokens each; the last step may
-// have one). Four warpgroups of math, the *quarters*, work on a step together. In Q K^T and the softmax,
-// quarters 0 and 1 take the first tile and 2 and 3 the second, each of a pair one half of the head dimension
-// and then one half of the tokens; in P V each takes a quarter of the latents of both tiles. So a step's
-// latency is a quarter of what one warpgroup would need, and nothing is left to be joined at the end. One
-// more warp loads.
+// A program is one block on one SM. It walks its items tile by tile (64 tokens a tile). Two *teams* of math warps
+// take the tiles in turn and meet at the end of an item only. A team is one warpgroup or, as long as the
+// registers allow, two: its *halves*, which share the head dimension of Q K^T, the tokens of the softmax
+// and the latents of P V. One more warp loads.
 #pragma once
 
 #include "ptx.cuh"
@@ -27,24 +25,27 @@ constexpr int ROPE = 64;
 constexpr int HEAD_DIM = LATENT + ROPE;
 constexpr int TOKEN_BYTES = HEAD_DIM;  // fp8
 constexpr int TILE_N = 64;
-constexpr int STEP_TILES = 2;
-constexpr int STEP_N = STEP_TILES * TILE_N;
 constexpr int STAGES = ROWS <= 16 ? 5 : 4;
 
-constexpr int QUARTERS = 4;
-constexpr int MATH_THREADS = QUARTERS * WARPGROUP;
-constexpr int MATH_WARPS = MATH_THREADS / WARP;
+constexpr int TEAMS = 2;
+constexpr int TEAM_HALVES = ROWS <= 16 ? 2 : 1;
+constexpr int TEAM_WARPS = 4 * TEAM_HALVES;
+constexpr int TEAM_THREADS = TEAM_WARPS * WARP;
+constexpr int MATH_WARPS = TEAMS * TEAM_WARPS;
+constexpr int MATH_THREADS = MATH_WARPS * WARP;
 constexpr int THREADS = MATH_THREADS + WARPGROUP;  // one warp of the last warpgroup loads
-constexpr int MATH_REGISTERS = 112;                // 512 * 112 + 128 * 32 = 640 * 96, the pool at launch
-constexpr int LOAD_REGISTERS = 32;
+// 4 * 112 + 32 = 5 * 96 and 2 * 232 + 40 = 3 * 168: what the threads hold at launch.
+constexpr int MATH_REGISTERS = TEAM_HALVES == 2 ? 112 : 232;
+constexpr int LOAD_REGISTERS = TEAM_HALVES == 2 ? 32 : 40;
 
-// A column group is 8 rows of N. A thread of a wgmma accumulator holds two of them, a pair.
+// A column group is 8 rows of N: a thread of a wgmma accumulator holds 2 of them.
 constexpr int GROUPS = ROWS / 8;
+constexpr int THREAD_ROWS = 2 * GROUPS;
 
 // Named barriers.
 constexpr int BARRIER_MATH = 1;
 constexpr int BARRIER_READY = 2;  // mbarriers are initialised
-constexpr int BARRIER_PAIR = 3;   // and 4: the quarters of a tile
+constexpr int BARRIER_TEAM = 3;   // and those after it
 
 // Tokens 32 to 63 of a stage lie 32 bytes further than they would: then 16-byte reads of keys and
 // 8-byte reads of values meet no bank conflict in rows of plain 576 bytes.
@@ -58,51 +59,68 @@ DEVICE constexpr u32 stage_offset(int token) {
 
 constexpr int QUERY_BLOCK_BYTES = ROWS * 128;  // 64 dimensions of all rows in fp16, 128-byte swizzle
 
+// Two halves meet in a barrier between a tile's last read of P^T and the next tile's first write. One warpgroup
+// does not: it writes to the other buffer.
+constexpr int PROBABILITY_BUFFERS = 2 / TEAM_HALVES;
+
 // Byte offsets in dynamic shared memory, from a multiple of 1024.
 struct Shared {
     static constexpr u32 STAGE = 0;
     static constexpr u32 QUERY = (STAGES * STAGE_BYTES + 1023) / 1024 * 1024;  // 9 blocks
-    static constexpr u32 PROBABILITY = QUERY + HEAD_DIM / 64 * QUERY_BLOCK_BYTES;  // P^T, fp16
-    static constexpr u32 SCORE = PROBABILITY + STEP_N * ROWS * 2;  // [to quarter], fp32
-    static constexpr u32 SCORE_BYTES = TILE_N / 2 * ROWS * 4;
-    static constexpr u32 MAX = SCORE + QUARTERS * SCORE_BYTES;   // [row][warp]
-    static constexpr u32 SUM = MAX + ROWS * MATH_WARPS * 4;      // [row][warp]
-    static constexpr u32 ROW_SCALE = SUM + ROWS * MATH_WARPS * 4;  // [row]
-    static constexpr u32 RUNNING_MAX = ROW_SCALE + ROWS * 4;       // [row]
-    static constexpr u32 FULL = RUNNING_MAX + ROWS * 4;            // [stage] mbarrier
-    static constexpr u32 EMPTY = FULL + STAGES * 8;                // [stage] mbarrier
-    static constexpr u32 BYTES = EMPTY + STAGES * 8 + 1024;        // 1024: to align the base
+    static constexpr u32 PROBABILITY = QUERY + HEAD_DIM / 64 * QUERY_BLOCK_BYTES;  // [team][buffer], fp16
+    static constexpr u32 PROBABILITY_BYTES = TILE_N * ROWS * 2;
+    static constexpr u32 SCORE = PROBABILITY + TEAMS * PROBABILITY_BUFFERS * PROBABILITY_BYTES;  // [team][to half], fp32
+    static constexpr u32 SCORE_BYTES = TEAM_HALVES == 2 ? TILE_N / 2 * ROWS * 4 : 0;
+    static constexpr u32 MAX = SCORE + TEAMS * 2 * SCORE_BYTES;  // [team][warp][row]
+    static constexpr u32 SUM = MAX + MATH_WARPS * ROWS * 4;              // [team][warp][row]
+    static constexpr u32 TEAM_MAX = SUM + MATH_WARPS * ROWS * 4;         // [team][row]
+    static constexpr u32 ROW_SCALE = TEAM_MAX + TEAMS * ROWS * 4;    // [row]
+    static constexpr u32 FULL = ROW_SCALE + ROWS * 4;                // [stage] mbarrier
+    static constexpr u32 EMPTY = FULL + STAGES * 8;                  // [stage] mbarrier
+    static constexpr u32 BYTES = EMPTY + STAGES * 8 + 1024;          // 1024: to align the base
 };
 static_assert(Shared::BYTES <= 227 * 1024, "shared memory of one SM");
 static_assert(Shared::FULL % 8 == 0, "mbarriers are 8-byte aligned");
 
 // Where a math thread stands. g and t are its place in wgmma fragments.
 struct Lane {
-    int quarter;  // 0 to 3
-    int warp;     // 0 to 3 in the quarter
-    int g;        // lane / 4
-    int t;        // lane % 4
+    int team;
+    int half;  // of the team
+    int warp;  // 0 to 3 in the half
+    int g;     // lane / 4
+    int t;     // lane % 4
 
     DEVICE static Lane here() {
         const int warp = uniform(static_cast<int>(threadIdx.x) / WARP), lane = threadIdx.x % WARP;
-        return {warp / 4, warp % 4, lane / 4, lane % 4};
+        return {warp / TEAM_WARPS, warp % TEAM_WARPS / 4, warp % 4, lane / 4, lane % 4};
     }
+    DEVICE int team_warp() const { return half * 4 + warp; }
+    DEVICE int team_thread() const { return team_warp() * WARP + g * 4 + t; }
     DEVICE bool leads_warp() const { return g == 0 && t == 0; }
-    DEVICE int math_warp() const { return quarter * 4 + warp; }
-    // Its tile of the step, and its half of that tile's head dimension and tokens.
-    DEVICE int tile() const { return quarter / 2; }
-    DEVICE int half() const { return quarter % 2; }
-    // The scores that this thread brings to an end: of one token of the step, and of rows 8 * c + 2 * t and + 1
-    // of each group c.
-    DEVICE int token() const { return TILE_N * tile() + 16 * warp + g + 8 * half(); }
+    // A thread brings to an end the scores of rows 8 * c + 2 * t + k of each group c ...
     DEVICE int row(int c, int k) const { return 8 * c + 2 * t + k; }
+    // ... and of tokens 16 * warp + g and + 8, or the one of them that its half takes.
+    DEVICE int token(int x) const { return 16 * warp + g + 8 * (TEAM_HALVES == 2 ? half : x); }
 };
+constexpr int THREAD_TOKENS = 2 / TEAM_HALVES;
+
+// Volatile loads, Item::load too: who loads again after the tiles need not hold it in registers meanwhile.
+DEVICE int load_index(const int* p) {
+    int v;
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
+    return v;
+}
+
+DEVICE float load_float(const float* p) {
+    float v;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
+    return v;
+}
 
 // One row of plan.work.
 struct Item {
     int request, begin, end, seqlen, slot, split_begin, split_end, unused;
 
-    // Volatile: who loads it again after the tiles need not hold it in registers meanwhile.
     DEVICE static Item load(const int* work, int index) {
         const int* row = work + 8 * static_cast<i64>(index);
         Item item;
