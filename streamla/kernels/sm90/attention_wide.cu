@@ -1,11 +1,10 @@
 // MLA decode attention for 33 query rows and more over an fp8_e4m3fn cache (docs/attention-sm90-wide.md).
 //
-// Two warps load tiles of 64 tokens. Two math warpgroups own alternate tiles: the owner computes a tile's scores and
-// probabilities; both add its values, each for half of the latents.
+// Two warps load tiles of 64 tokens. Two math warpgroups own alternate tiles: the owner computes a tile's scores and,
+// while it adds the values of the tile before, its probabilities; both add its values, each for half of the latents.
 //
-//     group 0   scores 0 | softmax 0 | values 0 | scores 2          | values 1 | softmax 2 | values 2 ...
-//     group 1        scores 1        | values 0 | softmax 1 | values 1 | scores 3 | values 2 | softmax 3 ...
-//
+//     group 0   scores 0 | softmax 0 | values 0 | scores 2             | values 1 + softmax 2 | values 2 | ...
+//     group 1        scores 1        | values 0 + softmax 1 | values 1 | scores 3             | values 2 + softmax 3 ...
 #include "wide_load.cuh"
 #include "wide_merge.cuh"
 #include "wide_output.cuh"
