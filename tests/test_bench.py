@@ -7,7 +7,7 @@ import torch
 
 from streamla import reference
 from streamla.arch import CPU, arch_by_name
-from streamla.bench import check, floor, report, timing, workloads
+from streamla.bench import check, floor, report, same_work, timing, workloads
 from streamla.bench.candidates import Prepared
 from streamla.bench.compare import compare
 from streamla.bench.inputs import COLD_FACTOR, CachePool, num_regions
@@ -260,7 +260,7 @@ def test_compare_does_not_call_noise_a_slow_down(measured):
 
 def test_same_work_spread_compares_equal_bytes_only(measured):
     a, b, c = (replace(r, us=us) for r, us in zip(measured, (10.0, 15.0, 99.0), strict=True))
-    assert report.same_work_spread([a, b, c]) == pytest.approx(1.5)
+    assert same_work.worst([a, b, c]) == {a.impl: pytest.approx(1.5)}
 
 
 def test_median_and_quartiles():

@@ -6,8 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
@@ -15,8 +17,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from streamla.bench.records import Record
 
 WIDTH = 7.2  # inches: a page of two columns
-STYLE = {
-    "font.size": 8.5,
+FONT_SIZE = 8.5
+STYLE: dict[str, Any] = {
+    "font.size": FONT_SIZE,
     "axes.titlesize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -32,7 +35,7 @@ STYLE = {
     "savefig.dpi": 200,
 }
 # Colours of falling lightness for colour-blind readers too; markers and dashes tell them apart without.
-LOOKS = (
+LOOKS: tuple[tuple[str, str, Any], ...] = (
     ("#000000", "o", "-"),
     ("#0072b2", "s", "--"),
     ("#d55e00", "^", "-."),
@@ -54,11 +57,11 @@ class Look:
 
     color: str
     marker: str
-    dash: object
+    dash: Any
     ours: bool
 
     @property
-    def line(self) -> dict:
+    def line(self) -> dict[str, Any]:
         return {
             "color": self.color, "marker": self.marker, "linestyle": self.dash,
             "markersize": 5.5 if self.ours else 4.5, "linewidth": 2.0 if self.ours else 1.2,
@@ -88,7 +91,9 @@ def looks(records: Sequence[Record]) -> dict[str, Look]:
     names = sorted(
         dict.fromkeys((r.peer, r.impl) for r in records), key=lambda item: item[0]
     )  # stable: the order of a run is kept
-    return {impl: Look(*LOOKS[i % len(LOOKS)], not peer) for i, (peer, impl) in enumerate(names)}
+    return {
+        impl: Look(*LOOKS[i % len(LOOKS)], ours=not peer) for i, (peer, impl) in enumerate(names)
+    }
 
 
 def save(
@@ -130,11 +135,11 @@ def finish(
     """Labels on the outside, empty panels gone, one legend above."""
     for axes in grid[used:]:
         axes.set_visible(False)
-    figure.supxlabel(x, fontsize=STYLE["font.size"])
-    figure.supylabel(y, fontsize=STYLE["font.size"])
+    figure.supxlabel(x, fontsize=FONT_SIZE)
+    figure.supylabel(y, fontsize=FONT_SIZE)
     if not legend:
         return
-    entries: dict[str, object] = {}
+    entries: dict[str, Artist] = {}
     for axes in grid[:used]:
         for handle, text in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(text, handle)
@@ -143,10 +148,10 @@ def finish(
     )
 
 
-def label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
+def label_points(figure: Figure, axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
     """Names beside their points; one that would lie on another goes above or below it."""
-    size = STYLE["font.size"]
-    width, height = (72 * inches for inches in axes.get_figure().get_size_inches())
+    size = FONT_SIZE
+    width, height = (72 * inches for inches in figure.get_size_inches())
     to_x = 0.85 * width / math.log(axes.get_xlim()[1] / axes.get_xlim()[0])
     to_y = 0.75 * height / math.log(axes.get_ylim()[1] / axes.get_ylim()[0])
     places = [(math.log(x) * to_x, math.log(y) * to_y) for x, y, _ in points]

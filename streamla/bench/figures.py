@@ -60,10 +60,11 @@ def latency(records: Sequence[Record], look: dict[str, Look]) -> Drawn:
             axes.fill_between(xs, bottom, us, facecolor="#e9e9e9", hatch="////", edgecolor="#c0c0c0",
                               linewidth=0, label="below the read floor")  # fmt: skip
         for impl in look:
-            times_of = {x_of(r): r.us for r in members if r.impl == impl}
+            times_of = {x_of(r): r.us or math.nan for r in members if r.impl == impl}
             if times_of:  # a shape without a time is a gap in the line
-                us = [times_of.get(x, math.nan) for x in ticks]
-                axes.plot(ticks, us, label=impl, **look[impl].line)
+                axes.plot(
+                    ticks, [times_of.get(x, math.nan) for x in ticks], label=impl, **look[impl].line
+                )
         axes.set(yscale="log", ylim=(bottom, top), title=title)
         axes.xaxis.set_major_locator(FixedLocator(ticks))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: x_text(x)))
@@ -112,7 +113,7 @@ def floor_map(records: Sequence[Record]) -> Drawn | None:
         for i, y in enumerate(ys):
             for j, x in enumerate(xs):
                 value = cells.get((y, x))
-                dark = bool(value) and math.log(value) > 0.7 * math.log(max(top, 2.0))
+                dark = value is not None and math.log(value) > 0.7 * math.log(max(top, 2.0))
                 axes.text(j, i, three_digits(value) if value else "-", ha="center", va="center",
                           color="white" if dark else "black")  # fmt: skip
         axes.set_xticks(range(len(xs)), [str(x).replace("fp8_", "") for x in xs])
@@ -205,7 +206,7 @@ def accuracy(records: Sequence[Record], look: dict[str, Look]) -> Drawn | None:
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     axes.set_xlim(min(0.95, min(xs)), max(xs) * 2.2)
     axes.set_ylim(min(ys) / 2.2, max(ys) * 1.8)
-    label_points(axes, points)
+    label_points(figure, axes, points)
     over = "the read floor" if floors else "the fastest"
     finish(
         figure,

@@ -35,17 +35,18 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 def write(
     results: Results, directory: Path, published: Sequence[Record] = (),
-    formats: Sequence[str] = ("svg", "png"),
-) -> Path:  # fmt: skip
-    """The page and, beside it, every figure as a file of its own."""
-    directory.mkdir(parents=True, exist_ok=True)
-    drawn = {}
+    formats: Sequence[str] = ("svg", "png"), whole: bool = True,
+) -> list[Path]:  # fmt: skip
+    """Every figure as a file of its own and, if `whole`, the page; the files that were written."""
+    paths, drawn = [], {}
     for grid, records in by_grid(results.records).items():
         drawn[grid] = figures.draw(records, published if grid == "blog" else ())
-        drawing.save(drawn[grid], directory, formats)
-    path = directory / PAGE
-    path.write_text(page(results, drawn, published), encoding="utf-8")
-    return path
+        paths += drawing.save(drawn[grid], directory, formats)
+    if whole:
+        directory.mkdir(parents=True, exist_ok=True)
+        paths.append(directory / PAGE)
+        paths[-1].write_text(page(results, drawn, published), encoding="utf-8")
+    return paths
 
 
 def by_grid(records: Iterable[Record]) -> dict[str, list[Record]]:
@@ -200,6 +201,7 @@ def _same_work(records: Sequence[Record], published: Sequence[Record]) -> Iterab
 def _records(records: Sequence[Record]) -> str:
     axes = report.varying(records)
     slowest = max((r.x_floor or 0.0 for r in records), default=0.0)
+    several = any(r.us_runs for r in records)
     rows, previous = [], None
     for r in records:
         shape = [report.shape_text(r), *(str(getattr(r, n)) for n in axes)]
@@ -218,6 +220,7 @@ def _records(records: Sequence[Record]) -> str:
                     escape(r.impl),
                     report.three_digits(r.us) if r.us else "-",
                     f"{(r.us_p75 - r.us_p25) / r.us:.1%}" if r.us and r.us_p25 and r.us_p75 else "",
+                    *([_run_spread(r)] if several else []),
                     report.three_digits(r.us_eager) if r.us_eager else "",
                     f"{r.gbps:,.0f}" if r.gbps else "",
                     f"{r.x_floor:.2f}{bar}" if r.x_floor else "",
@@ -233,6 +236,7 @@ def _records(records: Sequence[Record]) -> str:
         "implementation",
         "us",
         "quartiles",
+        *(["runs"] if several else []),
         "eager, us",
         "GB/s",
         "x floor",
@@ -242,12 +246,16 @@ def _records(records: Sequence[Record]) -> str:
     return _table(head, rows, text=2 + len(names))
 
 
+def _run_spread(r: Record) -> str:
+    return f"{max(r.us_runs) / min(r.us_runs) - 1:.1%}" if r.us_runs else ""
+
+
 def _conditions(results: Results) -> Iterable[str]:
     if results.device == "cuda":
         yield (
             "<p>us: median time of one decode call in a CUDA graph, over disjoint regions of the cache that are together "
             "larger than the last-level cache, so that every read comes from memory. Pages in random order. Implementations "
-            "and floor take turns. Quartiles: their distance as a share of the median. Eager: the same calls issued from Python. "
+            "and floor take turns. Quartiles: their distance as a share of the median. Runs: how much slower the slowest of several runs was. Eager: the same calls issued from Python. "
             "x floor: over a kernel that only reads the stored bytes, in the same rounds. Roof: which of the vendor's rates "
             "bounds the shape.</p>"
         )

@@ -22,6 +22,7 @@ class Record:
         peer: it is another library's. differs: in what its work is not the same, or None.
         cache, read_bytes: the form of the cache it reads ("stored", or "bf16" made ahead), and its bytes.
         us, us_p25, us_p75: graph replay (on a CPU: wall clock), a call, cold cache.
+        us_runs: `us` of every run of several, else empty; then `us` is their median.
         us_eager: issued one by one from Python. plan_us: the plan, once a step, not part of `us`.
         floor_us: reading the same bytes, in the same rounds. x_floor = us / floor_us.
         gbps: read_bytes / us. roof: "memory" or "compute", whichever bounds the shape by the vendor's rates.
@@ -52,6 +53,7 @@ class Record:
     us_p25: float | None = None
     us_p75: float | None = None
     repeats: int | None = None
+    us_runs: list[float] = field(default_factory=list)
     us_eager: float | None = None
     plan_us: float | None = None
     floor_us: float | None = None

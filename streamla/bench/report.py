@@ -9,6 +9,7 @@ from statistics import median
 from rich import box
 from rich.table import Table
 
+from streamla.bench import same_work
 from streamla.bench.compare import Comparison
 from streamla.bench.records import Record
 from streamla.bench.workloads import tokens_text
@@ -143,7 +144,7 @@ def summary_lines(records: Sequence[Record]) -> list[str]:
         geomean = math.exp(sum(math.log(r.x_floor or 1) for r in timed) / len(timed))
         shapes = f"{len(timed)} shape{'s' if len(timed) > 1 else ''}"
         line = f"{impl}: geometric mean {geomean:.2f}x the read floor over {shapes}"
-        spread = same_work_spread(timed)
+        spread = same_work.worst(timed).get(impl)
         if spread:
             line += f"; shapes of the same bytes differ by up to {spread:.2f}x"
         plans = [r.plan_us for r in timed if r.plan_us]
@@ -153,14 +154,26 @@ def summary_lines(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def same_work_spread(records: Sequence[Record]) -> float | None:
-    """Largest over smallest time among records that read the same bytes; the worst of such groups."""
-    groups: dict[tuple, list[float]] = {}
-    for r in records:
-        spec = (r.num_heads, r.kv_format, r.page_size, r.seqlen_q, r.bytes)
-        groups.setdefault(spec, []).append(r.us or math.nan)
-    spreads = [max(g) / min(g) for g in groups.values() if len(g) > 1]
-    return max(spreads, default=None)
+def same_work_table(records: Sequence[Record]) -> Table | None:
+    """One row a group of equal total tokens and an implementation; None if there is no such group."""
+    spreads = same_work.spreads(records)
+    if not spreads:
+        return None
+    table = plain_table("The same work: equal total tokens, over few or many requests")
+    for name, side in (("tokens", "right"), ("impl", "left"), ("fastest us", "right"),
+                       ("of", "left"), ("slowest us", "right"), ("of", "left"), ("spread", "right")):  # fmt: skip
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    previous = None
+    for s in spreads:
+        if previous not in (None, s.tokens):
+            table.add_section()
+        table.add_row(
+            "" if previous == s.tokens else tokens_text(s.tokens), s.impl,
+            three_digits(s.fastest), shape_text(s.records[0]),
+            three_digits(s.slowest), shape_text(s.records[-1]), f"{s.ratio:.2f}",
+        )  # fmt: skip
+        previous = s.tokens
+    return table
 
 
 def compare_table(comparison: Comparison, tolerance: float) -> Table:

@@ -95,13 +95,18 @@ def run(
             chosen = candidates(workload.spec)
             records[index] = _measure(pool.inputs(workload), chosen, arch, device)
             on_shape(workload)
-            if any(r.note and r.note.startswith(LOST) for r in records[index]):
+            if lost(records[index]):
                 return _in_order(records), None
         if cuda:
             states[1:] = [_busy_state(pool, arch, device)]
         del pool
     state = timing.state_record(states[0], states[-1]) if any(states) else None
     return _in_order(records), state
+
+
+def lost(records: Sequence[Record]) -> bool:
+    """Whether the GPU was lost, so that nothing more can be measured in this process."""
+    return any(r.note and r.note.startswith(LOST) for r in records)
 
 
 def _in_order(records: dict[int, list[Record]]) -> list[Record]:

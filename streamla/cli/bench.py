@@ -15,7 +15,7 @@ from streamla.cli import console
 if TYPE_CHECKING:
     import torch
 
-    from streamla.bench.records import Results
+    from streamla.bench.records import Record, Results
     from streamla.bench.workloads import Workload
     from streamla.spec import MLASpec
 
@@ -23,6 +23,10 @@ app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
 
 CPU_SCALE = 256  # contexts are divided by this without a GPU
 CPU_MAX_TOKENS = 1 << 14
+OUTPUTS = (
+    "--json",
+    "--report",
+)  # options that say where results go: not part of a recorded command
 
 
 @app.callback(invoke_without_command=True)
@@ -52,6 +56,15 @@ def bench(
         str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the values and the order of pages.")] = 0,
+    repeat: Annotated[
+        int, typer.Option(help="Measure everything so many times, for the spread between runs.")
+    ] = 1,
+    against: Annotated[
+        str | None, typer.Option(help="A published table beside ours: mi300x-blog.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write figures and a page into this folder.")
+    ] = None,
     json: console.JsonOption = None,
 ) -> None:
     """Check every shape against the oracle, then time it beside the read floor."""
@@ -59,10 +72,15 @@ def bench(
         return
     import torch
 
+    from streamla.bench.published import table
     from streamla.bench.records import dumps, save
     from streamla.bench.report import notes
+    from streamla.bench.run import lost
     from streamla.spec import MLASpec
 
+    if repeat < 1:
+        raise ValueError(f"repeat: need at least 1; got {repeat}")
+    published = table(against) if against else []
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     spec = MLASpec(heads, fmt, page_size=page_size)
     scale = 1 if where.type == "cuda" else CPU_SCALE
@@ -82,21 +100,55 @@ def bench(
         )  # fmt: skip
     results: Results | None = None
     for group in _by_grid(_fit(workloads, scale)):
-        part = _run(group, impl.split(","), peers.split(","), where, scale, traffic, seed)
+        part = _run(group, impl.split(","), peers.split(","), where, scale, traffic, seed, repeat)
         results = _extended(results, part)
         if json is not None and not console.quiet(json):
             save(results, json)  # after each grid: a run that is cut short has not been for nothing
         if not console.quiet(json):
-            _print_grid(part)
+            _print_grid(part, published)
+        if lost(part.records):
+            break  # nothing runs in this process any more
     assert results is not None  # _fit leaves at least one shape
     if console.quiet(json):
         sys.stdout.write(dumps(results))
+    if report is not None:
+        from streamla.bench.page import write
+
+        write(results, report, published)
+    if console.quiet(json):
         return
     for note in notes(results.records):
         console.out.print(note, style="yellow", highlight=False, markup=False)
     _print_conditions(results)
     if any(r.checked and r.us is None and not r.peer for r in results.records):
         raise typer.Exit(1)
+
+
+@app.command("report")
+def report_files(
+    files: Annotated[list[Path], typer.Argument(help="JSON of runs on one machine.")],
+    out: Annotated[Path, typer.Option(help="Folder to write into.")],
+    against: Annotated[
+        str | None, typer.Option(help="A published table beside ours: mi300x-blog.")
+    ] = None,
+    formats: Annotated[str, typer.Option(help="Of the figures.")] = "svg,png",
+    page: Annotated[bool, typer.Option(help="Write the page, too.")] = True,
+) -> None:
+    """Figures and a page from results that are there."""
+    from streamla.bench import page as pages
+    from streamla.bench.published import table
+    from streamla.bench.records import load
+
+    results: Results | None = None
+    for part in map(load, files):
+        if results is not None and part.gpu != results.gpu:
+            raise ValueError(f"report: need runs of one machine; got {results.gpu} and {part.gpu}")
+        results = _extended(results, part)
+    assert results is not None  # typer wants one file at least
+    for path in pages.write(
+        results, out, table(against) if against else [], formats.split(","), page
+    ):
+        console.out.print(str(path), highlight=False)
 
 
 @app.command()
@@ -165,8 +217,9 @@ def _run(
     scale: int,
     traffic: list[dict],
     seed: int,
+    repeat: int,
 ) -> Results:
-    """Measure the shapes of one grid."""
+    """Measure the shapes of one grid, `repeat` times."""
     from dataclasses import asdict
 
     import torch
@@ -176,7 +229,8 @@ def _run(
     from streamla.bench import peers as other
     from streamla.bench.candidates import choose
     from streamla.bench.records import Results
-    from streamla.bench.run import run
+    from streamla.bench.repeat import merged
+    from streamla.bench.run import lost, run
     from streamla.version import __version__
 
     cuda = device.type == "cuda"
@@ -185,11 +239,18 @@ def _run(
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     ours = choose(impls, device)
     found, absent = other.find(peers)
-    with console.progress("Benchmark", len(workloads)) as bar:
-        records, state = run(
-            workloads, lambda spec: [*ours(spec), *found], device,
-            seed=seed, on_shape=lambda w: console.advance(bar, w.label),
-        )  # fmt: skip
+    runs: list[list[Record]] = []
+    states: list[dict | None] = []
+    with console.progress("Benchmark", repeat * len(workloads)) as bar:
+        while len(runs) < repeat and not (runs and lost(runs[-1])):
+            records, state = run(
+                workloads, lambda spec: [*ours(spec), *found], device,
+                seed=seed, on_shape=lambda w: console.advance(bar, w.label),
+            )  # fmt: skip
+            runs.append(records)
+            states.append(state)
+    first, last = states[0], states[-1]
+    whole = [r for r in runs if len(r) == len(runs[0])]
     return Results(
         command=_command(sys.argv[1:]),
         device=device.type,
@@ -200,8 +261,8 @@ def _run(
         started=started,
         scaled_down=scale,
         l2_bytes=arch_of(device).l2_bytes,
-        records=records,
-        gpu_state=state,
+        records=merged(whole) if repeat > 1 else runs[0],
+        gpu_state={"before": first["before"], "after": last["after"]} if first and last else None,
         traffic=traffic,
         absent=[asdict(a) for a in absent],
     )
@@ -216,9 +277,9 @@ def _command(arguments: list[str]) -> str:
             argument = Path(argument).name
         elif name == "--trace" and equals:
             argument = f"{name}={Path(value).name}"
-        if kept and kept[-1] == "--json":
+        if kept and kept[-1] in OUTPUTS:
             kept.pop()
-        elif not argument.startswith("--json="):
+        elif name not in OUTPUTS or not equals:
             kept.append(argument)
     return shlex.join(["streamla", *kept])
 
@@ -242,11 +303,14 @@ def _extended(results: Results | None, part: Results) -> Results:
     return replace(results, records=results.records + part.records, gpu_state=state)
 
 
-def _print_grid(results: Results) -> None:
-    from streamla.bench.report import bench_table, summary_lines
+def _print_grid(results: Results, published: list[Record]) -> None:
+    from streamla.bench.report import bench_table, same_work_table, summary_lines
 
     table = bench_table(results.records, results.gpu or "the CPU")
     console.out.print(table, highlight=False)
+    same = same_work_table([*results.records, *published])
+    if same is not None and (published or any(r.peer for r in results.records)):
+        console.out.print(same, highlight=False)
     for line in summary_lines(results.records):
         console.out.print(line, highlight=False)
 
