@@ -27,6 +27,6 @@ def require_compiled(device: torch.device, *variant: Hashable) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{variant[0]}: not compiled yet, and a CUDA graph is being captured; call "
-            "streamla.warmup(spec, batch_sizes) before the capture"
+            "streamla.warmup(spec, batch_sizes), or this once, before the capture"
         )
     _launched.add(key)
