@@ -81,6 +81,7 @@ def test_names_seen_in_the_field(name):
         ("get_mla_metadata_kernel(Mla_metadata_params)", "flashmla", "plan"),
         ("_fwd_kernel_stage2", "triton-mla", "merge"),
         ("mla_merge_kernel", "streamla", "merge"),
+        ("mla_epilogue_kernel", "streamla", "epilogue"),
         ("mla_plan_by_length_kernel", "streamla", "plan"),
         ("void vllm::concat_and_cache_mla_kernel<__nv_bfloat16>(int)", "vllm", "epilogue"),
         ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<int>(int)", "torch", "concat"),

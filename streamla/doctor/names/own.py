@@ -10,6 +10,7 @@ _ATTENTION = {"mla": True, "persistent": True, "split": True, "grid_axes": _AXES
 
 OWN: tuple[Family, ...] = (
     Family("streamla", "plan", r"^mla_plan(?:_by_length)?_kernel$"),
+    Family("streamla", "epilogue", r"^mla_epilogue_kernel$"),
     Family("streamla", "merge", r"^mla_merge(?:_kernel|_wide)?$"),
     Family(
         "streamla-portable", ATTENTION, r"^mla_attention_kernel$",
