@@ -251,8 +251,8 @@ def epilogue(
     Raises:
         ValueError, TypeError: an argument is not as above. Slots past the pool, slots given twice, and
             positions past the table of tokens that write a row are found on the CPU, and on a GPU with
-            STREAMLA_DEBUG=1 (which synchronises); without, such a slot writes nothing, which of two
-            rows stays is open, and such a position counts as the table's last.
+            STREAMLA_DEBUG=1 (which synchronises); without, such a slot writes nothing, either of
+            two rows or a mix stays, and such a position counts as the nearest in the table.
     """
     if not isinstance(spec, MLASpec):
         raise TypeError(f"spec: need an MLASpec; got {type(spec).__name__}")

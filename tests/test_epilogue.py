@@ -15,6 +15,7 @@ import streamla
 from streamla import KVFormat, MLASpec, ops, reference
 from streamla.formats import to_fp8
 from streamla.testing.epilogue import EPILOGUE, EpilogueCase, assert_equal, build, check_epilogue
+from streamla.testing.interpreter import is_interpreted
 from streamla.testing.verify import why_skipped
 
 CPU = torch.device("cpu")
@@ -38,6 +39,14 @@ def test_epilogue_on_cpu(invariant, impl, seed):
 @pytest.mark.parametrize("invariant", EPILOGUE, ids=lambda i: i.name)
 def test_epilogue_on_gpu(invariant, seed):
     invariant.check(invariant.case, "portable", torch.device("cuda"), seed)
+
+
+@pytest.fixture(params=["reference", "portable"])
+def impl(request) -> str:
+    """Those that run on the CPU."""
+    if request.param == "portable" and not is_interpreted(CPU):
+        pytest.skip("needs Triton's interpreter")
+    return request.param
 
 
 # --- faults
@@ -222,7 +231,6 @@ def test_formats_without_a_scale_refuse_one(kv_format):
         streamla.epilogue(**given | {"k_scale": torch.ones(1)})
 
 
-@pytest.mark.parametrize("impl", ["reference", "portable"])
 def test_drafts_past_the_last_position(impl):
     """Tokens without a slot may lie past the table: nothing is read there, and they change no other."""
     given = arguments()
@@ -237,7 +245,6 @@ def test_drafts_past_the_last_position(impl):
     assert torch.equal(q, streamla.epilogue(**inside, impl=impl))
 
 
-@pytest.mark.parametrize("impl", ["reference", "portable"])
 @pytest.mark.parametrize(("rope", "places"), [("interleaved", [32, 33]), ("neox", [32, 40])])
 def test_pairs_are_seen_in_the_cached_bytes(impl, rope, places):
     given = arguments(kv_format="bf16", rope=rope)
@@ -249,7 +256,6 @@ def test_pairs_are_seen_in_the_cached_bytes(impl, rope, places):
     assert given["kv_cache"].flatten(0, 1)[6].nonzero()[:, 0].tolist() == places
 
 
-@pytest.mark.parametrize("impl", ["reference", "portable"])
 def test_bytes_at_the_ends_of_fp8(impl):
     values = [
         0,
@@ -280,6 +286,8 @@ def test_bytes_at_the_ends_of_fp8(impl):
 
 
 def test_every_bfloat16_is_rounded_to_fp8_as_the_oracle_rounds(device):
+    if device.type == "cpu" and not is_interpreted(device):
+        pytest.skip("needs Triton's interpreter")
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     rows = values.view(8, 8192).to(device)
     zeros = torch.zeros_like(rows)
