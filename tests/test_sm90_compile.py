@@ -1,0 +1,53 @@
+"""What the machine code of the narrow Hopper kernel must be: its pipeline, not only its results."""
+
+import pytest
+
+from streamla.kernels.sm90 import narrow
+from streamla.runtime.facts import KernelFacts
+from streamla.runtime.offline import compile_variant, find_variants
+from streamla.spec import KVFormat, MLASpec
+
+SHARED_LIMIT = 227 << 10  # bytes one program may have on sm_90
+KEY_STEPS = 576 // 16  # wgmma steps of 16 dimensions
+VALUE_STEPS = 64 // 16 * (512 // 64)  # of 16 tokens, for each 64 latents
+
+
+def facts(name: str) -> KernelFacts:
+    (variant,) = find_variants("sm_90a", f"sm90/attention/{name}")
+    return compile_variant(variant, "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("name", "halves"), [("h16-q1-p64", 2), ("h16-q1-p1", 2), ("h12-q2-p64", 1)]
+)
+def test_a_tile_is_multiplied_without_padding_spills_or_serialised_wgmma(name, halves):
+    f = facts(name)
+    assert f.scratch_bytes == 0
+    assert f.spills == 0
+    assert f.opcodes["HGMMA"] == (KEY_STEPS + VALUE_STEPS) // halves
+    # A compiler that serialises wgmma fences and waits around every one of them.
+    assert f.opcodes["WARPGROUP"] < f.opcodes["HGMMA"]
+    # Two fp8 values an instruction: 64 x 576 as keys and 64 x 512 as values, over the team's threads.
+    widening = 64 * (576 + 512) // 2 // (128 * halves)
+    assert widening <= f.opcodes["F2FP"] < 1.4 * widening
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 24, 25, 32])
+def test_shared_memory_fits_one_program(rows):
+    variant = narrow.Variant.of(MLASpec(rows, KVFormat.FP8_E4M3FN))
+    assert variant.rows >= rows
+    assert variant.rows - rows < 8
+    assert variant.shared_bytes <= SHARED_LIMIT
+
+
+def test_row_tiles_are_few_and_then_narrow():
+    assert [narrow.rows_of_program(rows) for rows in (1, 12, 40, 64, 72)] == [8, 16, 24, 32, 24]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "run"), [(1, 1), (16, 16), (48, 16), (64, 32), (96, 32), (7, 1)]
+)
+def test_a_bulk_copy_stays_in_a_page_and_in_half_a_tile(page_size, run):
+    spec = MLASpec(16, KVFormat.FP8_E4M3FN, page_size)
+    assert narrow.Variant.of(spec).run == run
+    assert narrow.Variant.of(spec, contiguous_tokens=False).run == 1
