@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,14 @@ class Drawn:
     caption: str
     figure: Figure
 
+    @cached_property
+    def svg(self) -> str:
+        """The same text for the same results."""
+        buffer = io.BytesIO()
+        with matplotlib.rc_context(STYLE):
+            self.figure.savefig(buffer, format="svg", metadata={"Date": None})
+        return buffer.getvalue().decode()
+
 
 def short(n: float) -> str:
     """ "512K", "1M", "777"."""
@@ -99,14 +109,17 @@ def looks(records: Sequence[Record]) -> dict[str, Look]:
 def save(
     drawn: Sequence[Drawn], directory: Path, formats: Sequence[str] = ("svg", "png")
 ) -> list[Path]:
-    """Each figure as a file of each format; the same results give the same SVG."""
+    """Each figure as a file of each format."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     with matplotlib.rc_context(STYLE):
         for d in drawn:
             for kind in formats:
                 paths.append(directory / f"{d.name}.{kind}")
-                d.figure.savefig(paths[-1], metadata={"Date": None} if kind == "svg" else None)
+                if kind == "svg":
+                    paths[-1].write_text(d.svg, encoding="utf-8")
+                else:
+                    d.figure.savefig(paths[-1])
     return paths
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-import matplotlib
-
 from streamla.bench import drawing, figures, report, same_work
-from streamla.bench.drawing import STYLE, Drawn
+from streamla.bench.drawing import Drawn
 from streamla.bench.records import Record, Results
 from streamla.bench.timing import GPUState, drift
 
@@ -104,10 +101,7 @@ def _table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], text:
 
 
 def _figure(d: Drawn) -> str:
-    buffer = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
-        d.figure.savefig(buffer, format="svg", metadata={"Date": None})
-    data = base64.b64encode(buffer.getvalue()).decode()
+    data = base64.b64encode(d.svg.encode()).decode()
     text = escape(d.caption, quote=True)
     return (
         f'<figure><img alt="{text}" src="data:image/svg+xml;base64,{data}">'
