@@ -1,6 +1,7 @@
 # make test    linters, type checker and tests; needs no GPU
 # make bench   the benchmark on this machine: on a GPU the grid of 20 shapes, without one a small grid on
 #              the CPU; and the lengths of a request trace, if TRACE names one
+# make figures the figures of README from the results in FROM, as they were committed
 # make lint    linters and type checker
 #
 # Everything is installed into VENV, made on first use. `VENV=` uses the packages of PYTHON as they are:
@@ -11,6 +12,8 @@ VENV ?= .venv
 TRACE ?= $(firstword $(wildcard ../shared/data/*trace.jsonl))
 CONCURRENCY ?= 1,4,16,64
 RESULTS ?=
+PEERS ?= none
+FROM ?= benchmarks/results/h200/blog.json
 
 # A torch that is installed already knows its GPU; without a GPU the CPU build is enough, and naming one
 # version keeps pip from fetching gigabytes of CUDA. Triton 3.6.0 is what runs there as an interpreter.
@@ -27,7 +30,7 @@ INSTALLED_bench := $(VENV)/.installed-bench
 INSTALLED_dev := $(VENV)/.installed-dev
 endif
 
-.PHONY: help test lint bench clean use-installed-bench use-installed-dev
+.PHONY: help test lint bench figures clean use-installed-bench use-installed-dev
 .DEFAULT_GOAL := help
 
 help:
@@ -43,8 +46,11 @@ lint: $(INSTALLED_dev)
 	$(PY) -m mypy
 
 bench: $(INSTALLED_bench)
-	$(PY) -m streamla bench --grid blog $(if $(RESULTS),--json $(RESULTS)/blog.json)
+	$(PY) -m streamla bench --grid blog --peers $(PEERS) $(if $(RESULTS),--json $(RESULTS)/blog.json)
 	$(if $(TRACE),$(PY) -m streamla bench --trace $(TRACE) --concurrency $(CONCURRENCY) $(if $(RESULTS),--json $(RESULTS)/ragged.json))
+
+figures: $(INSTALLED_bench)
+	$(PY) -m streamla bench report $(FROM) --out docs/figures --formats svg --no-page
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(if $(GPU),--system-site-packages) $(VENV)
