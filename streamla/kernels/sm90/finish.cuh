@@ -1,8 +1,8 @@
-// The end of an item: the teams add up what they have, and the result leaves the program, as a partial (fp32,
-// normalised) or, if the item is the whole request, as the output itself (bf16).
+// The end of an item: the teams add up what they have, and the result leaves the program, as a partial
+// (fp32, normalised) or, if the item is the whole request, as the output itself (bf16).
 //
-// Team 0 finishes the even rows, team 1 the odd ones. Each sends its accumulators of the other's rows through
-// the last stage it has read, which it has not released yet.
+// Team 0 finishes the even rows, team 1 the odd ones. Each sends its accumulators of the other's rows
+// through the last stage it has read, which it has not released yet.
 #pragma once
 
 #include "load.cuh"
@@ -34,7 +34,8 @@ DEVICE void publish_sums(const RowValues& sums, u32 shared, const Lane& lane) {
             float sum = sums[c][k];
 #pragma unroll
             for (int o = 4; o < WARP; o *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, o);
-            if (lane.g == 0) store_shared(sum_address(shared, lane.team, lane.team_warp(), lane.row(c, k)), sum);
+            if (lane.g == 0)
+                store_shared(sum_address(shared, lane.team, lane.team_warp(), lane.row(c, k)), sum);
         }
     }
 }
@@ -49,7 +50,8 @@ DEVICE float team_sum(u32 shared, int team, int row) {
 // Four latents of a thread, quad `quad` of run `run`, of row 8 * c + 2 * t + k.
 DEVICE float4 quad_of(const Accumulator& acc, int c, int run, int quad, int k) {
     const int j = run * M_TILES + quad * 2;
-    const float4 even = make_float4(acc[j][4 * c], acc[j][4 * c + 2], acc[j + 1][4 * c], acc[j + 1][4 * c + 2]);
+    const float4 even =
+        make_float4(acc[j][4 * c], acc[j][4 * c + 2], acc[j + 1][4 * c], acc[j + 1][4 * c + 2]);
     const float4 odd =
         make_float4(acc[j][4 * c + 1], acc[j][4 * c + 3], acc[j + 1][4 * c + 1], acc[j + 1][4 * c + 3]);
     return k ? odd : even;
@@ -65,7 +67,8 @@ DEVICE void send_accumulators(const Accumulator& acc, u32 stage, const Lane& lan
     for (int c = 0; c < GROUPS; c++) {
 #pragma unroll
         for (int i = 0; i < RUNS * 2; i++)
-            store_shared(swap_address(stage, lane, c, i / 2, i % 2), quad_of(acc, c, i / 2, i % 2, lane.team ^ 1));
+            store_shared(swap_address(stage, lane, c, i / 2, i % 2),
+                         quad_of(acc, c, i / 2, i % 2, lane.team ^ 1));
     }
     fence_async_proxy();
 }
@@ -73,7 +76,7 @@ DEVICE void send_accumulators(const Accumulator& acc, u32 stage, const Lane& lan
 // Eight contiguous floats a thread, its neighbour in g the next eight: lane pairs trade quads so that one
 // store instruction fills whole 32-byte sectors.
 DEVICE void store_floats(float* row, const float (&v)[THREAD_LATENTS], bool exists, int run,
-                        const Lane& lane) {
+                         const Lane& lane) {
     const bool odd = lane.g % 2;
     float low[4], high[4];
 #pragma unroll
@@ -100,25 +103,24 @@ DEVICE void store_bfloats(u16* p, const float (&v)[THREAD_LATENTS], bool aligned
 }
 
 // One run of latents of one row of the item, k_scale included.
-DEVICE void store_row(const Output& output, const Item& item, int row, int run, const float (&v)[THREAD_LATENTS],
-                      float lse, const Lane& lane) {
+DEVICE void store_row(const Output& output, const Item& item, int row, int run,
+                      const float (&v)[THREAD_LATENTS], float lse, const Lane& lane) {
     const bool writes_lse = lane.team_warp() == 0 && lane.g == 0 && run == 0;
     const bool exists = row < TOTAL_ROWS;
     if (item.slot >= 0) {
         store_floats(output.partial(item.slot, row), v, exists, run, lane);
-        if (writes_lse && exists)
-            output.lse_partial[static_cast<i64>(item.slot) * TOTAL_ROWS + row] = lse;
+        if (writes_lse && exists) output.lse_partial[static_cast<i64>(item.slot) * TOTAL_ROWS + row] = lse;
     } else if (exists) {
         store_bfloats(output.out + output.out_strides.at(item.request, row) + first_latent(lane, run), v,
                       output.aligned);
-        if (writes_lse)
-            output.lse[output.lse_strides.at(item.request, row)] = lse * output.lse_scale;
+        if (writes_lse) output.lse[output.lse_strides.at(item.request, row)] = lse * output.lse_scale;
     }
 }
 
 // The tiles at ring positions [first, end) have been accumulated, each by the team it fell to.
-DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Output& output, const Item& item,
-                        int row_begin, const Ring& ring, int first, int end, float value_scale, Lane lane) {
+DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Output& output,
+                        const Item& item, int row_begin, const Ring& ring, int first, int end,
+                        float value_scale, Lane lane) {
     lane.g = forget(lane.g);  // no address of the stores below is kept in a register all the while
     const u32 shared = ring.shared;
     const int other_team = lane.team ^ 1;
@@ -138,8 +140,8 @@ DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Out
         const float other_max = load_shared_f32(team_max_address(shared, other_team, row));
         const float base = exponent_base(fmaxf(my_max, other_max));
         float my_weight = exp2_approx(my_max - base), other_weight = exp2_approx(other_max - base);
-        const float sum = my_weight * team_sum(shared, lane.team, row) +
-                          other_weight * team_sum(shared, other_team, row);
+        const float sum =
+            my_weight * team_sum(shared, lane.team, row) + other_weight * team_sum(shared, other_team, row);
         const float normal = sum == 0.0f ? 0.0f : value_scale / sum;
         my_weight *= normal;
         other_weight *= normal;

@@ -16,20 +16,23 @@ struct Cache {
     i64 table_stride;
 };
 
-// Tiles being loaded at once: with more, none lands before all do. It also keeps the landings in order enough that
-// a team which waits for its round of a stage cannot meet the round before the last, of equal parity.
+// Tiles being loaded at once: with more, none lands before all do. It also keeps the landings in order
+// enough that a team which waits for its round of a stage cannot meet the round before the last, of equal
+// parity.
 constexpr int IN_FLIGHT = 3;
 static_assert(STAGES % TEAMS == 0 || IN_FLIGHT <= STAGES - TEAMS, "see above");
 
 constexpr int TILE_RUNS = TILE_N / RUN;
-constexpr int LANE_RUNS = (TILE_RUNS + WARP - 1) / WARP;  // runs of a tile that one lane issues
+constexpr int LANE_RUNS = (TILE_RUNS + WARP - 1) / WARP;              // runs of a tile that one lane issues
 constexpr int BATCH_TILES = TILE_RUNS < WARP ? WARP / TILE_RUNS : 1;  // tiles whose pages a warp holds
 
 // The ring, as its writer and its readers count it: position p is stage p % STAGES, round p / STAGES.
 struct Ring {
     u32 shared;
 
-    DEVICE u32 stage(int position) const { return shared + Shared::STAGE + position % STAGES * STAGE_BYTES; }
+    DEVICE u32 stage(int position) const {
+        return shared + Shared::STAGE + position % STAGES * STAGE_BYTES;
+    }
     DEVICE u32 full(int position) const { return shared + Shared::FULL + position % STAGES * 8; }
     DEVICE u32 empty(int position) const { return shared + Shared::EMPTY + position % STAGES * 8; }
     DEVICE void wait_full(int position) const { mbarrier_wait(full(position), position / STAGES & 1); }
@@ -58,7 +61,8 @@ DEVICE void fetch_pages(int (&pages)[LANE_RUNS], const int* table, const Item& i
     }
 }
 
-DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, int& position, u64 l2_policy) {
+DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, int& position,
+                      u64 l2_policy) {
     const int lane = threadIdx.x % WARP;
     const int* table = cache.page_table + item.request * cache.table_stride;
     const int num_tiles = item.num_tiles();
@@ -79,10 +83,10 @@ DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, in
                 const int run = lane + k * WARP - i * TILE_RUNS;
                 const int token = first + run * RUN;
                 if (run < 0 || run >= TILE_RUNS || token >= item.end) continue;
-                const u8* source = cache.rows + pages[k] * cache.page_stride +
-                                   token % PAGE_SIZE * cache.token_stride;
-                bulk_load(stage + stage_offset(run * RUN), source,
-                          min(RUN, item.end - token) * TOKEN_BYTES, full, l2_policy);
+                const u8* source =
+                    cache.rows + pages[k] * cache.page_stride + token % PAGE_SIZE * cache.token_stride;
+                bulk_load(stage + stage_offset(run * RUN), source, min(RUN, item.end - token) * TOKEN_BYTES,
+                          full, l2_policy);
             }
         }
 #pragma unroll

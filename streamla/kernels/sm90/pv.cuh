@@ -2,8 +2,8 @@
 //
 // A = values: the same stage as the keys. A fragment needs two tokens of one latent in one register, so
 // a thread reads 8 latents of four tokens, pairs them by byte permutes and widens. Tokens and latents are
-// permuted to make these reads wide and free of bank conflicts: the probabilities are stored in the same order
-// of tokens, and the output is stored by its true latents.
+// permuted to make these reads wide and free of bank conflicts: the probabilities are stored in the same
+// order of tokens, and the output is stored by its true latents.
 #pragma once
 
 #include "tile.cuh"
@@ -25,7 +25,9 @@ DEVICE int first_latent(const Lane& lane, int run) {
 // A thread's tokens in step s are first_token + 8 * s + {0, 2, 4, 6}.
 DEVICE int first_token(const Lane& lane) { return 32 * (lane.t / 2) + lane.t % 2; }
 
-DEVICE u32 value_offset(const Lane& lane) { return stage_offset(first_token(lane)) + first_latent(lane, 0); }
+DEVICE u32 value_offset(const Lane& lane) {
+    return stage_offset(first_token(lane)) + first_latent(lane, 0);
+}
 
 // Where a token stands in P^T, given the order above: it is element `slot` of step token / 8 % 4.
 DEVICE int probability_position(int token) {
@@ -35,16 +37,19 @@ DEVICE int probability_position(int token) {
 }
 // P^T of a team is [group][position][row % 8], fp16.
 constexpr u32 PROBABILITY_GROUP = TILE_N * 16;
-constexpr u32 OTHER_POSITION = 16 * 16;  // from that of a thread's first token to that of its second, in bytes
+constexpr u32 OTHER_POSITION =
+    16 * 16;  // from that of a thread's first token to that of its second, in bytes
 DEVICE u32 probability_buffer(u32 shared, int position, const Lane& lane) {
     const int buffer = lane.team * PROBABILITY_BUFFERS + position / TEAMS % PROBABILITY_BUFFERS;
     return shared + Shared::PROBABILITY + buffer * Shared::PROBABILITY_BYTES;
 }
 DEVICE u32 probability_address(u32 shared, int position, const Lane& lane) {
-    return probability_buffer(shared, position, lane) + probability_position(lane.token(0)) * 16 + lane.t * 4;
+    return probability_buffer(shared, position, lane) + probability_position(lane.token(0)) * 16 +
+           lane.t * 4;
 }
 DEVICE u64 probability_descriptor(u32 shared, int position, const Lane& lane) {
-    return matrix_descriptor(probability_buffer(shared, position, lane), 128, PROBABILITY_GROUP, SWIZZLE_NONE);
+    return matrix_descriptor(probability_buffer(shared, position, lane), 128, PROBABILITY_GROUP,
+                             SWIZZLE_NONE);
 }
 
 // Values of one unit as they lie in the stage: four tokens.
@@ -97,7 +102,8 @@ DEVICE void issue_output(Accumulator& acc, const Values& values, u64 probabiliti
     wgmma_fence();
 #pragma unroll
     for (int j = 0; j < M_TILES; j++)
-        wgmma_f16<true>(acc[unit % RUNS * M_TILES + j], values.a[j], probabilities + unit / RUNS * 16, true);
+        wgmma_f16<true>(acc[unit % RUNS * M_TILES + j], values.a[j], probabilities + unit / RUNS * 16,
+                        true);
     wgmma_commit();
 }
 

@@ -1,4 +1,5 @@
-// Scores: S^T (64 tokens x ROWS) = K (tokens x 576) * Q^T, as wgmma with tokens on M, so 8 rows waste nothing.
+// Scores: S^T (64 tokens x ROWS) = K (tokens x 576) * Q^T, as wgmma with tokens on M, so 8 rows waste
+// nothing.
 //
 // A = keys, widened from fp8 to fp16 in registers. B = queries, in shared memory, read once for the four
 // warps. Two halves of a team take four of the 9 blocks of 64 dimensions each, and two of the four steps of
@@ -49,7 +50,8 @@ struct KeyBlock {
 constexpr int KEY_PAIRS = 2;
 using KeyFragments = u32[KEY_PAIRS][2][4];
 template <int WORDS>
-DEVICE void issue_block(float (&scores)[ROWS / 2], KeyFragments& a, const KeyBlock& block, u64 queries, int pair) {
+DEVICE void issue_block(float (&scores)[ROWS / 2], KeyFragments& a, const KeyBlock& block, u64 queries,
+                        int pair) {
 #pragma unroll
     for (int p = 0; p < WORDS / 2; p++) {
         u32(&pair_a)[2][4] = a[(pair + p) % KEY_PAIRS];
@@ -78,14 +80,15 @@ DEVICE void issue_scores(float (&scores)[ROWS / 2], u32 stage, u32 shared, const
         if (b + 2 == HALF_BLOCKS) blocks[b + 2].load<LAST_WORDS>(keys + LAST_BLOCK * 64 + lane.half * 8);
         issue_block<4>(scores, a, blocks[b], queries + b * QUERY_BLOCK_BYTES / 16, 2 * b);
     }
-    issue_block<LAST_WORDS>(scores, a, blocks[HALF_BLOCKS], query_descriptor(shared, LAST_BLOCK, 2 * lane.half),
-                            2 * HALF_BLOCKS);
+    issue_block<LAST_WORDS>(scores, a, blocks[HALF_BLOCKS],
+                            query_descriptor(shared, LAST_BLOCK, 2 * lane.half), 2 * HALF_BLOCKS);
 }
 
 using Scores = float[GROUPS][THREAD_TOKENS][2];  // of rows Lane::row(c, k) and tokens Lane::token(x)
 
 DEVICE u32 score_address(u32 shared, const Lane& lane, int half) {
-    return shared + Shared::SCORE + (lane.team * 2 + half) * Shared::SCORE_BYTES + threadIdx.x % WARPGROUP * 8;
+    return shared + Shared::SCORE + (lane.team * 2 + half) * Shared::SCORE_BYTES +
+           threadIdx.x % WARPGROUP * 8;
 }
 // Two halves trade: each keeps its own tokens.
 DEVICE void send_scores(const float (&fragment)[ROWS / 2], Scores& scores, u32 shared, const Lane& lane) {
@@ -94,7 +97,8 @@ DEVICE void send_scores(const float (&fragment)[ROWS / 2], Scores& scores, u32 s
         const float2 first = make_float2(fragment[4 * c], fragment[4 * c + 1]);
         const float2 second = make_float2(fragment[4 * c + 2], fragment[4 * c + 3]);
         if constexpr (TEAM_HALVES == 2) {
-            store_shared(score_address(shared, lane, lane.half ^ 1) + c * WARPGROUP * 8, lane.half ? first : second);
+            store_shared(score_address(shared, lane, lane.half ^ 1) + c * WARPGROUP * 8,
+                         lane.half ? first : second);
             scores[c][0][0] = lane.half ? second.x : first.x;
             scores[c][0][1] = lane.half ? second.y : first.y;
         } else {
@@ -108,7 +112,8 @@ DEVICE void receive_scores(Scores& scores, u32 shared, const Lane& lane) {
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
         if constexpr (TEAM_HALVES == 2) {
-            const float2 other = load_shared_f32x2(score_address(shared, lane, lane.half) + c * WARPGROUP * 8);
+            const float2 other =
+                load_shared_f32x2(score_address(shared, lane, lane.half) + c * WARPGROUP * 8);
             scores[c][0][0] += other.x;
             scores[c][0][1] += other.y;
         }

@@ -1,8 +1,8 @@
 // Online softmax of a tile, in base 2: a thread holds ROWS / 4 rows of one or two tokens.
 //
-// The warps of a team share one running maximum a row. It moves only when some score exceeds it by more than
-// 2^THRESHOLD: so a tile costs one barrier that also asks "did anybody exceed?", and nearly always nobody
-// did. Probabilities then reach 2^THRESHOLD, far below fp16's limit, and the result is the same.
+// The warps of a team share one running maximum a row. It moves only when some score exceeds it by more
+// than 2^THRESHOLD: so a tile costs one barrier that also asks "did anybody exceed?", and nearly always
+// nobody did. Probabilities then reach 2^THRESHOLD, far below fp16's limit, and the result is the same.
 #pragma once
 
 #include "pv.cuh"
@@ -12,13 +12,14 @@ namespace streamla {
 
 constexpr float THRESHOLD = 8.0f;
 
-// The running maxima live in shared memory: registers are scarcer. Reset by one warp of the team, before its
-// first barrier.
+// The running maxima live in shared memory: registers are scarcer. Reset by one warp of the team, before
+// its first barrier.
 DEVICE u32 team_max_address(u32 shared, int team, int row) {
     return shared + Shared::TEAM_MAX + (team * ROWS + row) * 4;
 }
 DEVICE void reset_max(u32 shared, const Lane& lane) {
-    if (lane.team_thread() < ROWS) store_shared(team_max_address(shared, lane.team, lane.team_thread()), NEG_INF);
+    if (lane.team_thread() < ROWS)
+        store_shared(team_max_address(shared, lane.team, lane.team_thread()), NEG_INF);
 }
 
 using RowValues = float[GROUPS][2];
@@ -33,7 +34,8 @@ DEVICE void store_probabilities(Scores& p, const Scores& scores, const RowValues
 #pragma unroll
         for (int x = 0; x < THREAD_TOKENS; x++) {
 #pragma unroll
-            for (int k = 0; k < 2; k++) p[c][x][k] = exp2_approx(scores[c][x][k] - exponent_base(largest[c][k]));
+            for (int k = 0; k < 2; k++)
+                p[c][x][k] = exp2_approx(scores[c][x][k] - exponent_base(largest[c][k]));
             store_shared(address + c * PROBABILITY_GROUP + x * OTHER_POSITION,
                          pack_half2(p[c][x][0], p[c][x][1]));
         }
@@ -47,8 +49,8 @@ DEVICE u32 max_address(u32 shared, const Lane& lane, int warp) {
 
 // The rare case: agree on new maxima (`largest`: old ones in, new ones out), and rescale what was
 // accumulated under the old ones.
-DEVICE void raise_max(RowValues& largest, RowValues& sums, Accumulator& acc, const Scores& scores, u32 shared,
-                      const Lane& lane) {
+DEVICE void raise_max(RowValues& largest, RowValues& sums, Accumulator& acc, const Scores& scores,
+                      u32 shared, const Lane& lane) {
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
         float seen[2];
@@ -56,9 +58,12 @@ DEVICE void raise_max(RowValues& largest, RowValues& sums, Accumulator& acc, con
         for (int k = 0; k < 2; k++) {
             seen[k] = fmaxf(scores[c][0][k], scores[c][THREAD_TOKENS - 1][k]);
 #pragma unroll
-            for (int o = 4; o < WARP; o *= 2) seen[k] = fmaxf(seen[k], __shfl_xor_sync(FULL_WARP, seen[k], o));
+            for (int o = 4; o < WARP; o *= 2)
+                seen[k] = fmaxf(seen[k], __shfl_xor_sync(FULL_WARP, seen[k], o));
         }
-        if (lane.g == 0) store_shared(max_address(shared, lane, lane.team_warp()) + c * 32, make_float2(seen[0], seen[1]));
+        if (lane.g == 0)
+            store_shared(max_address(shared, lane, lane.team_warp()) + c * 32,
+                         make_float2(seen[0], seen[1]));
     }
     named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);
 #pragma unroll
@@ -70,7 +75,8 @@ DEVICE void raise_max(RowValues& largest, RowValues& sums, Accumulator& acc, con
             seen.x = fmaxf(seen.x, other.x);
             seen.y = fmaxf(seen.y, other.y);
         }
-        if (lane.team_warp() == 0 && lane.g == 0) store_shared(team_max_address(shared, lane.team, lane.row(c, 0)), seen);
+        if (lane.team_warp() == 0 && lane.g == 0)
+            store_shared(team_max_address(shared, lane.team, lane.row(c, 0)), seen);
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const float old = largest[c][k];

@@ -1,9 +1,9 @@
 // What a program is made of: its tile, its threads, its shared memory.
 //
-// A program is one block on one SM. It walks its items tile by tile (64 tokens a tile). Two *teams* of math warps
-// take the tiles in turn and meet at the end of an item only. A team is one warpgroup or, as long as the
-// registers allow, two: its *halves*, which share the head dimension of Q K^T, the tokens of the softmax
-// and the latents of P V. One more warp loads.
+// A program is one block on one SM. It walks its items tile by tile (64 tokens a tile). Two *teams* of math
+// warps take the tiles in turn and meet at the end of an item only. A team is one warpgroup or, as long as
+// the registers allow, two: its *halves*, which share the head dimension of Q K^T, the tokens of the
+// softmax and the latents of P V. One more warp loads.
 #pragma once
 
 #include "ptx.cuh"
@@ -59,25 +59,26 @@ DEVICE constexpr u32 stage_offset(int token) {
 
 constexpr int QUERY_BLOCK_BYTES = ROWS * 128;  // 64 dimensions of all rows in fp16, 128-byte swizzle
 
-// Two halves meet in a barrier between a tile's last read of P^T and the next tile's first write. One warpgroup
-// does not: it writes to the other buffer.
+// Two halves meet in a barrier between a tile's last read of P^T and the next tile's first write. One
+// warpgroup does not: it writes to the other buffer.
 constexpr int PROBABILITY_BUFFERS = 2 / TEAM_HALVES;
 
 // Byte offsets in dynamic shared memory, from a multiple of 1024.
 struct Shared {
     static constexpr u32 STAGE = 0;
-    static constexpr u32 QUERY = (STAGES * STAGE_BYTES + 1023) / 1024 * 1024;  // 9 blocks
+    static constexpr u32 QUERY = (STAGES * STAGE_BYTES + 1023) / 1024 * 1024;      // 9 blocks
     static constexpr u32 PROBABILITY = QUERY + HEAD_DIM / 64 * QUERY_BLOCK_BYTES;  // [team][buffer], fp16
     static constexpr u32 PROBABILITY_BYTES = TILE_N * ROWS * 2;
-    static constexpr u32 SCORE = PROBABILITY + TEAMS * PROBABILITY_BUFFERS * PROBABILITY_BYTES;  // [team][to half], fp32
+    static constexpr u32 SCORE =
+        PROBABILITY + TEAMS * PROBABILITY_BUFFERS * PROBABILITY_BYTES;  // [team][to half], fp32
     static constexpr u32 SCORE_BYTES = TEAM_HALVES == 2 ? TILE_N / 2 * ROWS * 4 : 0;
-    static constexpr u32 MAX = SCORE + TEAMS * 2 * SCORE_BYTES;  // [team][warp][row]
-    static constexpr u32 SUM = MAX + MATH_WARPS * ROWS * 4;              // [team][warp][row]
-    static constexpr u32 TEAM_MAX = SUM + MATH_WARPS * ROWS * 4;         // [team][row]
-    static constexpr u32 ROW_SCALE = TEAM_MAX + TEAMS * ROWS * 4;    // [row]
-    static constexpr u32 FULL = ROW_SCALE + ROWS * 4;                // [stage] mbarrier
-    static constexpr u32 EMPTY = FULL + STAGES * 8;                  // [stage] mbarrier
-    static constexpr u32 BYTES = EMPTY + STAGES * 8 + 1024;          // 1024: to align the base
+    static constexpr u32 MAX = SCORE + TEAMS * 2 * SCORE_BYTES;    // [team][warp][row]
+    static constexpr u32 SUM = MAX + MATH_WARPS * ROWS * 4;        // [team][warp][row]
+    static constexpr u32 TEAM_MAX = SUM + MATH_WARPS * ROWS * 4;   // [team][row]
+    static constexpr u32 ROW_SCALE = TEAM_MAX + TEAMS * ROWS * 4;  // [row]
+    static constexpr u32 FULL = ROW_SCALE + ROWS * 4;              // [stage] mbarrier
+    static constexpr u32 EMPTY = FULL + STAGES * 8;                // [stage] mbarrier
+    static constexpr u32 BYTES = EMPTY + STAGES * 8 + 1024;        // 1024: to align the base
 };
 static_assert(Shared::BYTES <= 227 * 1024, "shared memory of one SM");
 static_assert(Shared::FULL % 8 == 0, "mbarriers are 8-byte aligned");
@@ -125,7 +126,8 @@ struct Item {
         const int* row = work + 8 * static_cast<i64>(index);
         Item item;
         asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(item.request), "=r"(item.begin), "=r"(item.end), "=r"(item.seqlen) : "l"(row));
+                     : "=r"(item.request), "=r"(item.begin), "=r"(item.end), "=r"(item.seqlen)
+                     : "l"(row));
         asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(item.slot), "=r"(item.split_begin), "=r"(item.split_end), "=r"(item.unused)
                      : "l"(row + 4));
