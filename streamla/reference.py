@@ -173,7 +173,8 @@ def epilogue_reference(
     """
     q_rope, k_rope = q_pe.float(), k_pe.float()
     if rope is not None:
-        assert positions is not None and cos_sin is not None, "positions, cos_sin: go with rope"
+        assert positions is not None, "positions: go with rope"
+        assert cos_sin is not None, "cos_sin: goes with rope"
         table = cos_sin[positions.clamp(0, len(cos_sin) - 1)]
         q_rope, k_rope = rotate(q_pe, table, rope), rotate(k_pe, table, rope)
 
