@@ -5,6 +5,7 @@ An implementation keeps its colour, marker and dash in all figures of a run. Our
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -13,6 +14,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 
 from streamla.bench import same_work
 from streamla.bench.drawing import (
+    FONT_SIZE,
     STYLE,
     Drawn,
     Look,
@@ -66,7 +68,7 @@ def latency(records: Sequence[Record], look: dict[str, Look]) -> Drawn:
                     ticks, [times_of.get(x, math.nan) for x in ticks], label=impl, **look[impl].line
                 )
         axes.set(yscale="log", ylim=(bottom, top), title=title)
-        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        axes.xaxis.set_major_locator(FixedLocator(_apart(ticks)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: x_text(x)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.margins(x=0.08)
@@ -114,9 +116,9 @@ def floor_map(records: Sequence[Record]) -> Drawn | None:
             for j, x in enumerate(xs):
                 value = cells.get((y, x))
                 dark = value is not None and math.log(value) > 0.7 * math.log(max(top, 2.0))
-                axes.text(j, i, three_digits(value) if value else "-", ha="center", va="center",
+                axes.text(j, i, three_digits(value) if value else "-", ha="center", va="center", fontsize=FONT_SIZE * min(1, 5.5 / len(xs)),
                           color="white" if dark else "black")  # fmt: skip
-        axes.set_xticks(range(len(xs)), [str(x).replace("fp8_", "") for x in xs])
+        axes.set_xticks(range(len(xs)), [_value_text(x) for x in xs])
         axes.set_yticks(range(len(ys)), [row_text(y) for y in ys])
         axes.set_title(impl)
         axes.grid(False)
@@ -242,11 +244,24 @@ def _layout(records: Sequence[Record]) -> Layout:
             panels.setdefault(shape_text(r), []).append(r)
         name = {"num_heads": "query heads", "kv_format": "cache format", "page_size": "tokens a page",
                 "seqlen_q": "query tokens"}[axis]  # fmt: skip
-        text = lambda x: str(values[round(x)]).replace("fp8_", "")  # noqa: E731
+        text = lambda x: _value_text(values[round(x)])  # noqa: E731
         return panels, lambda r: values.index(getattr(r, axis)), name, text
     for r in sorted(records, key=lambda r: r.context):
         panels.setdefault(f"{tokens_text(r.context)} tokens each", []).append(r)
     return panels, lambda r: math.log2(r.requests), "requests", lambda x: f"{2**x:.0f}"
+
+
+def _value_text(value: object) -> str:
+    """A tick of a grid's axis: formats over two lines, since they stand side by side."""
+    return str(value).removeprefix("fp8_").replace("e4m3", "e4m3\n")
+
+
+def _apart(ticks: list[float]) -> list[float]:
+    """Ticks that have room: all if they are evenly spaced, else the ends, or one if these are close."""
+    steps = {b - a for a, b in itertools.pairwise(ticks)}
+    if len(steps) <= 1 and max(ticks) < 100:
+        return ticks
+    return [ticks[0], ticks[-1]] if ticks[-1] > 1.3 * ticks[0] else [ticks[len(ticks) // 2]]
 
 
 def _widened(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
