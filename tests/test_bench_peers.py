@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from streamla.bench import peers
+from streamla.arch import CPU
+from streamla.bench import peers, timing
+from streamla.bench import run as bench_run
 from streamla.bench.candidates import Prepared, first_line
 from streamla.bench.check import Oracle
 from streamla.bench.inputs import CachePool
@@ -275,3 +277,98 @@ def test_our_own_failure_is_raised():
 def test_a_reason_is_one_line():
     assert first_line(ValueError("a\nb")) == "ValueError: a"
     assert first_line(ValueError()) == "ValueError: "
+
+
+class FakeGraph:
+    """Stands in for a CUDA graph: it runs its calls as they were captured."""
+
+    def __init__(self, calls):
+        self.sequence, self.calls = calls, len(calls)
+        self.replay()
+
+    def replay(self):
+        for call in self.sequence:
+            call()
+
+
+class FailingInCapture(TorchSDPA):
+    name = "failing-in-capture"
+    capturing = False
+
+    def attend(self, *args):
+        if FailingInCapture.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().attend(*args)
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    """The GPU's way through a run, with what needs one replaced."""
+
+    def capture(calls):
+        FailingInCapture.capturing = True
+        try:
+            return FakeGraph(calls)
+        finally:
+            FailingInCapture.capturing = False
+
+    def replays(graphs, repeats=None):
+        return {name: timing.Times(10.0 + len(name), 9.0, 20.0, 11) for name in graphs}
+
+    monkeypatch.setattr(timing, "capture", capture)
+    monkeypatch.setattr(timing, "time_replays", replays)
+    monkeypatch.setattr(timing, "time_eager", lambda calls: timing.Times(50.0, 50.0, 50.0, 5))
+    monkeypatch.setattr(bench_run, "_floor_calls", lambda inputs, arch, device: [lambda: None])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+@pytest.mark.usefixtures("without_a_gpu")
+def test_a_gpu_run_times_floor_graphs_eager_plan_and_energy(monkeypatch):
+    readings = iter(range(0, 10**9, 500))
+    monkeypatch.setattr(timing, "_ask_nvml", lambda device, question: next(readings))
+    monkeypatch.setattr(timing, "ENERGY_SECONDS", 1e-4)
+    inputs = inputs_of()
+    planned = FlashMLABF16()
+    planned.library, planned.version = FakeFlashMLA(), "1"
+    monkeypatch.setattr(planned, "refuse", lambda spec, device: None)
+    candidates = [TorchSDPA(), planned, FailingInCapture()]
+    entries = [
+        bench_run.Entry(c, bench_run._empty_record(c, inputs.workload, CPU)) for c in candidates
+    ]
+    oracle = Oracle(inputs)
+    for entry in entries:
+        bench_run._check(entry, inputs, oracle, DEVICE)
+    bench_run._time_on_gpu(entries, inputs, oracle, CPU, DEVICE, energy=True)
+    plain, flashmla, failing = (entry.record for entry in entries)
+    assert plain.us == 10 + len("torch-sdpa")
+    assert plain.floor_us == 10 + len("floor")
+    assert plain.x_floor == plain.us / plain.floor_us
+    assert (plain.us_eager, plain.plan_us) == (50.0, None)
+    assert plain.joules_per_mtoken > 0
+    assert flashmla.plan_us is not None
+    assert flashmla.read_bytes == 2 * flashmla.bytes
+    assert flashmla.gbps == pytest.approx(flashmla.read_bytes / flashmla.us / 1e3)
+    assert failing.us is None
+    assert "not permitted when stream is capturing" in failing.note
+
+
+def test_energy_is_none_without_a_counter(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert timing.joules(FakeGraph([lambda: None]), 1e5, DEVICE) is None
+
+
+def test_a_lost_gpu_ends_the_run_and_keeps_what_there_is(monkeypatch):
+    def raise_lost(self, action, needed=True):
+        if len(done) > 1:
+            raise bench_run.DeviceLost("failing: AcceleratorError: illegal memory access")
+        done.append(1)
+        return action()
+
+    done = []
+    monkeypatch.setattr(bench_run.Entry, "attempt", raise_lost)
+    shapes = [Workload("test", SPEC, (64 + i,)) for i in range(4)]
+    records, state = run(shapes, lambda spec: [TorchSDPA()], DEVICE)
+    assert [r.us is not None for r in records] == [True, True, False]
+    assert state is None
+    assert bench_run.lost(records)
+    assert "illegal memory access" in records[-1].note

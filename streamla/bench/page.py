@@ -196,6 +196,7 @@ def _records(records: Sequence[Record]) -> str:
     axes = report.varying(records)
     slowest = max((r.x_floor or 0.0 for r in records), default=0.0)
     several = any(r.us_runs for r in records)
+    energy = any(r.joules_per_mtoken for r in records)
     rows, previous = [], None
     for r in records:
         shape = [report.shape_text(r), *(str(getattr(r, n)) for n in axes)]
@@ -218,6 +219,7 @@ def _records(records: Sequence[Record]) -> str:
                     report.three_digits(r.us_eager) if r.us_eager else "",
                     f"{r.gbps:,.0f}" if r.gbps else "",
                     f"{r.x_floor:.2f}{bar}" if r.x_floor else "",
+                    *([_joules(r)] if energy else []),
                     r.roof or "",
                     f"{r.error:.1e}" if r.error is not None else "",
                 ],
@@ -234,10 +236,15 @@ def _records(records: Sequence[Record]) -> str:
         "eager, us",
         "GB/s",
         "x floor",
+        *(["J/1M tokens"] if energy else []),
         "roof",
         "error",
     )
     return _table(head, rows, text=2 + len(names))
+
+
+def _joules(r: Record) -> str:
+    return report.three_digits(r.joules_per_mtoken) if r.joules_per_mtoken else ""
 
 
 def _run_spread(r: Record) -> str:

@@ -25,6 +25,7 @@ class Record:
         us_runs: `us` of every run of several, else empty; then `us` is their median.
         us_eager: issued one by one from Python. plan_us: the plan, once a step, not part of `us`.
         floor_us: reading the same bytes, in the same rounds. x_floor = us / floor_us.
+        joules_per_mtoken: energy of reading a million cached tokens, all of the GPU's; None if not asked for.
         gbps: read_bytes / us. roof: "memory" or "compute", whichever bounds the shape by the vendor's rates.
         error: |out - oracle| / |oracle| in the 2-norm, over the requests in `checked`.
         budget_used: share of its error budget used by the worst row; over 1 is wrong and has no time.
@@ -59,6 +60,7 @@ class Record:
     floor_us: float | None = None
     x_floor: float | None = None
     gbps: float | None = None
+    joules_per_mtoken: float | None = None
     roof: str | None = None
     error: float | None = None
     budget_used: float | None = None

@@ -93,6 +93,7 @@ def _columns(records: Sequence[Record]) -> list[str]:
         *("us", "spread", "GB/s"),
         *([] if peers or not floor else ["of floor"]),
         *(["x floor"] if floor else []),
+        *(["J/Mtok"] if any(r.joules_per_mtoken for r in records) else []),
         "error",
         "differs" if peers else "busy",
     ]
@@ -102,6 +103,7 @@ def _cells(r: Record) -> dict[str, str]:
     cells = {
         "MB": three_digits((r.read_bytes or r.bytes) / 1e6),
         "us": "-", "spread": "", "GB/s": "", "of floor": "", "x floor": "",
+        "J/Mtok": three_digits(r.joules_per_mtoken) if r.joules_per_mtoken else "",
         "error": "" if r.error is None else f"{r.error:.1e}",
         "busy": "" if r.programs_busy is None else f"{r.programs_busy}/{r.programs}",
         "differs": r.differs or "",

@@ -68,6 +68,7 @@ def run(
     *,
     on_shape: Callable[[Workload], None] = lambda workload: None,
     seed: int = 0,
+    energy: bool = False,
 ) -> tuple[list[Record], dict | None]:
     """Measure every candidate on every shape.
 
@@ -75,6 +76,7 @@ def run(
         workloads: shapes; those of one cache format share one pool, so the order of formats changes.
         candidates: gives the candidates for a spec.
         on_shape: called after each shape.
+        energy: also read the energy of each candidate, which takes about half a second more each.
 
     Returns:
         The records in the order of `workloads`, and the GPU's state before and after (None without NVML).
@@ -93,7 +95,7 @@ def run(
             states.append(_busy_state(pool, arch, device))
         for index, workload in items:
             chosen = candidates(workload.spec)
-            records[index] = _measure(pool.inputs(workload), chosen, arch, device)
+            records[index] = _measure(pool.inputs(workload), chosen, arch, device, energy)
             on_shape(workload)
             if lost(records[index]):
                 return _in_order(records), None
@@ -130,7 +132,11 @@ def _busy_state(pool: CachePool, arch: Arch, device: torch.device) -> timing.GPU
 
 
 def _measure(
-    inputs: Inputs, candidates: Sequence[Candidate], arch: Arch, device: torch.device
+    inputs: Inputs,
+    candidates: Sequence[Candidate],
+    arch: Arch,
+    device: torch.device,
+    energy: bool,
 ) -> list[Record]:
     """The records of one shape."""
     oracle = Oracle(inputs)
@@ -139,7 +145,7 @@ def _measure(
         for entry in entries:
             entry.attempt(partial(_check, entry, inputs, oracle, device))
         if device.type == "cuda":
-            _time_on_gpu(entries, inputs, oracle, arch, device)
+            _time_on_gpu(entries, inputs, oracle, arch, device, energy)
         else:
             _time_on_cpu(entries, inputs, oracle)
     except DeviceLost as error:
@@ -148,7 +154,12 @@ def _measure(
 
 
 def _time_on_gpu(
-    entries: Sequence[Entry], inputs: Inputs, oracle: Oracle, arch: Arch, device: torch.device
+    entries: Sequence[Entry],
+    inputs: Inputs,
+    oracle: Oracle,
+    arch: Arch,
+    device: torch.device,
+    energy: bool,
 ) -> None:
     graphs = {FLOOR: timing.capture(_floor_calls(inputs, arch, device))}
     for entry in _ready(entries):
@@ -162,6 +173,12 @@ def _time_on_gpu(
         entry.record = _timed(entry.record, times[entry.record.impl], times[FLOOR])
         # The graphs have left the result of the last region behind: it must still be right.
         _judge(entry, oracle, " after replay")
+    for entry in _ready(entries) if energy and inputs.workload.tokens else ():
+        graph, us = graphs[entry.record.impl], times[entry.record.impl].us
+        joules = entry.attempt(partial(timing.joules, graph, us, device), needed=False)
+        if joules is not None:
+            per_mtoken = joules * 1e6 / inputs.workload.tokens
+            entry.record = replace(entry.record, joules_per_mtoken=per_mtoken)
     for entry in _ready(entries):
         eager = entry.attempt(partial(timing.time_eager, _calls(entry, inputs)), needed=False)
         plan = entry.attempt(partial(_plan_us, entry.prepared), needed=False)

@@ -10,15 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import torch
 
+T = TypeVar("T")
 Calls = Mapping[str, Sequence[Callable[[], None]]]  # candidate -> one call a region
 
 MIN_REPEATS, MAX_REPEATS = 11, 101
 SECONDS_A_SHAPE = 0.05  # of GPU time, for all candidates of a shape together
 CPU_SECONDS_A_SHAPE = 0.5
 EAGER_CALLS = 16
+ENERGY_SECONDS = 0.4  # of replays of one kind: the counter moves every few tens of ms
 DRIFT = 0.05  # relative change of the SM clock that is worth a warning
 
 
@@ -138,6 +141,45 @@ class GPUState:
 
 def gpu_state(device: torch.device) -> GPUState | None:
     """The state now, or None where there is no NVML."""
+    return _ask_nvml(
+        device,
+        lambda nvml, handle: GPUState(
+            nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+            nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM),
+            nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+            nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
+        ),
+    )
+
+
+def joules(graph: Graph, us: float, device: torch.device) -> float | None:
+    """Energy of one call, by NVML's counter over replays that last ENERGY_SECONDS; None without it.
+
+    Args:
+        us: time of a call, from which the number of replays follows.
+    """
+    replays = int(ENERGY_SECONDS * 1e6 / (us * graph.calls)) + 1
+    readings = []
+    for count in (
+        replays // 4,
+        replays,
+    ):  # the first ones warm up; the counter is read at their end
+        for _ in range(count):
+            graph.replay()
+        torch.cuda.synchronize()
+        readings.append(_ask_nvml(device, _millijoules))
+    before, after = readings
+    if before is None or after is None or after <= before:
+        return None
+    return (after - before) / 1e3 / (replays * graph.calls)
+
+
+def _millijoules(nvml: Any, handle: Any) -> int:
+    return nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+
+
+def _ask_nvml(device: torch.device, question: Callable[[Any, Any], T]) -> T | None:
+    """`question(pynvml, handle of the device)`; None where NVML is absent, another vendor's, or forbidden."""
     if device.type != "cuda":
         return None
     try:
@@ -145,16 +187,8 @@ def gpu_state(device: torch.device) -> GPUState | None:
 
         pynvml.nvmlInit()
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        return GPUState(
-            pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-            pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
-            pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
-            pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        )
-    except (
-        Exception
-    ):  # absent, an AMD driver, or no permission in a container: none of these is fatal
+        return question(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+    except Exception:  # none of these is fatal, and each driver has errors of its own
         return None
 
 

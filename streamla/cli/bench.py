@@ -59,6 +59,9 @@ def bench(
     repeat: Annotated[
         int, typer.Option(help="Measure everything so many times, for the spread between runs.")
     ] = 1,
+    energy: Annotated[
+        bool, typer.Option("--energy", help="Also read the energy of each, by NVML.")
+    ] = False,
     against: Annotated[
         str | None, typer.Option(help="A published table beside ours: mi300x-blog.")
     ] = None,
@@ -100,7 +103,9 @@ def bench(
         )  # fmt: skip
     results: Results | None = None
     for group in _by_grid(_fit(workloads, scale)):
-        part = _run(group, impl.split(","), peers.split(","), where, scale, traffic, seed, repeat)
+        part = _run(
+            group, impl.split(","), peers.split(","), where, scale, traffic, seed, repeat, energy
+        )
         results = _extended(results, part)
         if json is not None and not console.quiet(json):
             save(results, json)  # after each grid: a run that is cut short has not been for nothing
@@ -218,6 +223,7 @@ def _run(
     traffic: list[dict],
     seed: int,
     repeat: int,
+    energy: bool,
 ) -> Results:
     """Measure the shapes of one grid, `repeat` times."""
     from dataclasses import asdict
@@ -245,7 +251,7 @@ def _run(
         while len(runs) < repeat and not (runs and lost(runs[-1])):
             records, state = run(
                 workloads, lambda spec: [*ours(spec), *found], device,
-                seed=seed, on_shape=lambda w: console.advance(bar, w.label),
+                seed=seed, energy=energy, on_shape=lambda w: console.advance(bar, w.label),
             )  # fmt: skip
             runs.append(records)
             states.append(state)
