@@ -33,7 +33,7 @@ struct Range {
     }
 };
 
-constexpr int VALUE_BUFFERS = 2;                             // units of values in registers, widened
+constexpr int VALUE_BUFFERS = 2;                       // units of values in registers, widened
 constexpr int LAST_LOAD = UNITS == 4 ? 0 : UNITS - 3;  // unit at which the last values have been read
 
 // Values of one unit; tokens that were not loaded read as 0.
@@ -68,7 +68,8 @@ DEVICE void attend_tile(RowValues& sums, Accumulator& acc, const Range& range, i
 #pragma unroll
         for (int i = 0; i < GROUPS * THREAD_TOKENS * 2; i++) {
             const int c = i / 2 / THREAD_TOKENS, x = i / 2 % THREAD_TOKENS, k = i % 2;
-            if (token + lane.token(x) >= range.visible_end(row_begin + lane.row(c, k))) scores[c][x][k] = NEG_INF;
+            if (token + lane.token(x) >= range.visible_end(row_begin + lane.row(c, k)))
+                scores[c][x][k] = NEG_INF;
         }
     }
     softmax_tile(sums, acc, scores, shared, position, lane);
@@ -119,7 +120,8 @@ DEVICE void run_math(const Query& query, const Output& output, const Softmaxing&
         for (int tile = position + skip; tile < end; tile += TEAMS)
             attend_tile(sums, acc, range, range.begin + (tile - position) * TILE_N, row_begin, ring, tile,
                         tile + TEAMS < end, lane);
-        finish_item(sums, acc, output, Item::load(work, index), row_begin, ring, position, end, how.value_scale(), lane);
+        finish_item(sums, acc, output, Item::load(work, index), row_begin, ring, position, end,
+                    how.value_scale(), lane);
         position = end;
         if (counters && item.slot >= 0) announce_partial(counters, item);
     }
@@ -165,10 +167,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             load_item(Item::load(work, index), cache, ring, position, l2_policy);
     } else {
         registers_grow<MATH_REGISTERS>();
-        const Query query{q_nope, q_pe, {q_nope_batch, q_nope_query, q_nope_head},
-                          {q_pe_batch, q_pe_query, q_pe_head}, q_aligned != 0};
-        const Output output{out, lse, {out_batch, out_query, out_head}, {lse_batch, lse_query, lse_head},
-                            out_partial, lse_partial, out_aligned != 0, lse_scale};
+        const Query query{q_nope,
+                          q_pe,
+                          {q_nope_batch, q_nope_query, q_nope_head},
+                          {q_pe_batch, q_pe_query, q_pe_head},
+                          q_aligned != 0};
+        const Output output{out,
+                            lse,
+                            {out_batch, out_query, out_head},
+                            {lse_batch, lse_query, lse_head},
+                            out_partial,
+                            lse_partial,
+                            out_aligned != 0,
+                            lse_scale};
         const Softmaxing how{softmax_scale, k_scale, causal != 0};
         named_barrier(BARRIER_READY, MATH_THREADS + WARP);
         run_math(query, output, how, work, work_indptr + program, row_begin, counters, ring);
@@ -177,14 +188,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Grid (TOTAL_ROWS, batch), LATENT / 4 threads. A request that was not split is final already.
 extern "C" __global__ void __launch_bounds__(LATENT / 4)
-    mla_merge(const int* split_indptr, u16* out, i64 out_batch, i64 out_query, i64 out_head, int out_aligned,
-              float* lse, i64 lse_batch, i64 lse_query, i64 lse_head, const float* out_partial,
-              const float* lse_partial, float lse_scale) {
+    mla_merge(const int* split_indptr, u16* out, i64 out_batch, i64 out_query, i64 out_head,
+              int out_aligned, float* lse, i64 lse_batch, i64 lse_query, i64 lse_head,
+              const float* out_partial, const float* lse_partial, float lse_scale) {
     const int row = blockIdx.x, request = blockIdx.y, latent = threadIdx.x * 4;
     const int begin = __ldg(split_indptr + request), end = __ldg(split_indptr + request + 1);
     if (begin == end) return;
-    const Output output{out, lse, {out_batch, out_query, out_head}, {lse_batch, lse_query, lse_head},
-                        nullptr, nullptr, out_aligned != 0, lse_scale};
+    const Output output{out,
+                        lse,
+                        {out_batch, out_query, out_head},
+                        {lse_batch, lse_query, lse_head},
+                        nullptr,
+                        nullptr,
+                        out_aligned != 0,
+                        lse_scale};
     Weighted w;
     w.add_partials(out_partial + static_cast<i64>(row) * LATENT + latent, lse_partial + row, begin, end, 1);
     w.store(output, request, row, latent);
