@@ -1,7 +1,7 @@
-"""Hopper: CUDA C++ for fp8_e4m3fn caches, compiled by NVRTC at first use.
+"""Hopper: CUDA C++ for fp8_e4m3fn and bf16 caches, compiled by NVRTC at first use.
 
-Up to 32 query rows a request go to `narrow`, more to `wide`. Both take the plan of the portable planner,
-and the epilogue is the portable one.
+Over fp8, up to 32 query rows a request go to `narrow`, more to `wide`; over bf16, up to 32 go to `bf16`. All
+take the plan of the portable planner, and the epilogue is the portable one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from streamla.arch import Arch
 from streamla.kernels.portable.epilogue import epilogue
 from streamla.kernels.portable.epilogue import warmup as warm_epilogue
 from streamla.kernels.portable.plan import plan
-from streamla.kernels.sm90 import narrow, wide
+from streamla.kernels.sm90 import bf16, narrow, wide
 from streamla.plan import CostModel, DecodePlan
 from streamla.spec import KVFormat, MLASpec
 
@@ -25,14 +25,18 @@ MAX_NARROW_ROWS = 32
 
 def why_not(spec: MLASpec) -> str | None:
     """None if these kernels serve `spec`, else the reason as a sentence."""
-    if spec.kv_format is not KVFormat.FP8_E4M3FN:
-        return f"needs an fp8_e4m3fn cache, this is {spec.kv_format.value}"
+    if spec.kv_format not in (KVFormat.FP8_E4M3FN, KVFormat.BF16):
+        return f"needs an fp8_e4m3fn or bf16 cache, this is {spec.kv_format.value}"
+    if spec.kv_format is KVFormat.BF16 and spec.rows > MAX_NARROW_ROWS:
+        return f"needs at most {MAX_NARROW_ROWS} query rows over a bf16 cache, these are {spec.rows}"
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) != (512, 64):
         return f"needs rows of 512 + 64, these are {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
     return None
 
 
 def _kernels(spec: MLASpec) -> ModuleType:
+    if spec.kv_format is KVFormat.BF16:
+        return bf16
     return narrow if spec.rows <= MAX_NARROW_ROWS else wide
 
 

@@ -85,13 +85,13 @@ DEVICE void weigh_tile(State& state, Accumulator& acc, const float (&partial)[RO
     issue_output(acc, values, shared);
 }
 
-DEVICE void run_math(const Query& query, const Output& output, float score_scale, bool causal, const Items& items,
-                     int* counters, const Ring& ring) {
+DEVICE void run_math(const Query& query, const Output& output, float score_scale, bool causal, const int* work,
+                     int first_item, int last_item, int* counters, const Ring& ring) {
     const Lane lane = Lane::here();
     const u32 shared = ring.shared;
     int position = 0;
-    for (int index = items.begin; index < items.end; index++) {
-        const Item item = items.at(index);
+    for (int index = first_item; index < last_item; index++) {
+        const Item item = Item::load(work, index);
         load_query(query, item.request, shared);
         named_barrier(BARRIER_MATH, MATH_THREADS);
 
@@ -121,9 +121,9 @@ DEVICE void run_math(const Query& query, const Output& output, float score_scale
         finish_item(state, acc, output, item, shared, lane);
     }
     if (!counters) return;
-    announce_partials(counters, items);
-    for (int index = items.begin; index < items.end; index++) {
-        const Item item = items.at(index);
+    announce_partials(counters, work, first_item, last_item);
+    for (int index = first_item; index < last_item; index++) {
+        const Item item = Item::load(work, index);
         if (item.slot < 0) continue;
         wait_for_partials(counters, item);
         merge_share(output, item, shared + Shared::STAGE, lane);
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mla_attention_bf16(const u16* q_nope, i64 q_nope_batch, i64 q_nope_query, i64 q_nope_head, const u16* q_pe,
                        i64 q_pe_batch, i64 q_pe_query, i64 q_pe_head, int q_aligned, const u8* kv_cache,
                        i64 page_stride, i64 token_stride, const int* page_table, i64 table_stride, const int* work,
-                       int num_items, const int* work_indptr, int* counters, u16* out, i64 out_batch, i64 out_query, i64 out_head,
+                       const int* work_indptr, int* counters, u16* out, i64 out_batch, i64 out_query, i64 out_head,
                        int out_aligned, float* lse, i64 lse_batch, i64 lse_query, i64 lse_head, float* out_partial,
                        float* lse_partial, float softmax_scale, int causal, float lse_scale) {
     extern __shared__ u8 dynamic_shared[];
@@ -153,22 +153,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == MATH_THREADS) ring.init();
         __syncwarp();
         named_barrier_arrive(BARRIER_READY, MATH_THREADS + WARP);
-        const Items items = Items::of(work, num_items, work_indptr);
+        const int first_item = __ldg(work_indptr + blockIdx.x), last_item = __ldg(work_indptr + blockIdx.x + 1);
         const Cache cache{kv_cache, page_stride, token_stride, page_table, table_stride};
         const u64 l2_policy = l2_evict_first();
         int position = 0;
-        for (int index = items.begin; index < items.end; index++) {
-            const Item item = items.at(index);
-            if (index > items.begin) prefetch_query(query, item.request);
+        for (int index = first_item; index < last_item; index++) {
+            const Item item = Item::load(work, index);
+            if (index > first_item) prefetch_query(query, item.request);
             load_item(item, cache, ring, position, l2_policy);
         }
     } else {
         registers_grow<MATH_REGISTERS>();
-        const Items items = Items::of(work, num_items, work_indptr);
+        const int first_item = __ldg(work_indptr + blockIdx.x), last_item = __ldg(work_indptr + blockIdx.x + 1);
         const Output output{out, lse, {out_batch, out_query, out_head}, {lse_batch, lse_query, lse_head},
                             out_partial, lse_partial, out_aligned != 0, lse_scale};
         named_barrier(BARRIER_READY, MATH_THREADS + WARP);
-        run_math(query, output, softmax_scale * LOG2_E, causal != 0, items, counters, ring);
+        run_math(query, output, softmax_scale * LOG2_E, causal != 0, work, first_item, last_item, counters, ring);
     }
 }
 

@@ -30,7 +30,7 @@ _VIEW = (PTR, I64, I64, I64)
 _PARAMS = (
     *_VIEW, *_VIEW, I32,               # q_nope, q_pe, aligned
     PTR, I64, I64,                     # kv_cache, page stride, token stride
-    PTR, I64, PTR, I32, PTR, PTR,      # page_table, its stride, work, its rows, work_indptr, counters
+    PTR, I64, PTR, PTR, PTR,           # page_table, its stride, work, work_indptr, counters
     *_VIEW, I32, *_VIEW, PTR, PTR,     # out, aligned, lse, out_partial, lse_partial
     F32, I32, F32,                     # softmax_scale, causal, lse_scale
 )  # fmt: skip
@@ -74,7 +74,15 @@ class Variant:
         query = 9 * rows * 128
         probabilities, scores = 2 * TILE_N * rows * 2, TILE_N * rows * 4
         maxima_and_sums, barriers = 2 * rows * 8 * 4, 2 * stages * 8
-        return query + stages * STAGE_BYTES + probabilities + scores + maxima_and_sums + barriers + 1024
+        return (
+            query
+            + stages * STAGE_BYTES
+            + probabilities
+            + scores
+            + maxima_and_sums
+            + barriers
+            + 1024
+        )
 
     def cubin(self) -> bytes:
         return compile_cuda(SOURCE, defines=self.defines)
@@ -115,7 +123,9 @@ def attention(
     lse_scale: float,
 ) -> None:
     """Finish requests that were not split; leave partials of the others."""
-    _launch(q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, False)
+    _launch(
+        q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, False
+    )
 
 
 def decode(
@@ -132,7 +142,9 @@ def decode(
     lse_scale: float,
 ) -> None:
     """Attention and merge in one launch."""
-    _launch(q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, True)
+    _launch(
+        q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, True
+    )
 
 
 def _launch(
@@ -142,11 +154,11 @@ def _launch(
     _check_cache(kv_cache, page_stride, token_stride)
     variant = Variant.of(plan.spec, token_stride == plan.spec.row_bytes)
     attention_kernel(variant).launch(
-        plan.cost.num_programs if plan.batch else 0,  # no request: no row of work to read
+        plan.cost.num_programs,
         q_nope.data_ptr(), *q_nope.stride()[:3], q_pe.data_ptr(), *q_pe.stride()[:3],
         _rows_aligned(q_nope) and _rows_aligned(q_pe),
         kv_cache.data_ptr(), page_stride, token_stride, page_table.data_ptr(), page_table.stride(0),
-        plan.work.data_ptr(), plan.work.shape[0], plan.work_indptr.data_ptr(),
+        plan.work.data_ptr(), plan.work_indptr.data_ptr(),
         plan.counters.data_ptr() if merges else 0,
         out.data_ptr(), *out.stride()[:3], _rows_aligned(out), lse.data_ptr(), *lse.stride(),
         plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(),
@@ -172,7 +184,11 @@ def _rows_aligned(t: torch.Tensor) -> bool:
 
 
 def _check_cache(kv_cache: torch.Tensor, page_stride: int, token_stride: int) -> None:
-    if kv_cache.data_ptr() % COPY_ALIGNMENT or page_stride % COPY_ALIGNMENT or token_stride % COPY_ALIGNMENT:
+    if (
+        kv_cache.data_ptr() % COPY_ALIGNMENT
+        or page_stride % COPY_ALIGNMENT
+        or token_stride % COPY_ALIGNMENT
+    ):
         raise ValueError(
             f"kv_cache: need rows that start at a multiple of {COPY_ALIGNMENT} bytes for impl='sm90'; got "
             f"address {kv_cache.data_ptr():#x}, strides {tuple(kv_cache.stride())}"
@@ -190,28 +206,21 @@ def offline_variants(target: str) -> list[CudaVariant]:
     """One variant for each number of accumulators and each way of loading."""
     if target != "sm_90a":
         return []
-    specs = {
-        "heads16": (16, 1, 64),
-        "heads8": (8, 1, 64),
-        "heads24": (24, 1, 64),
-        "heads32": (32, 1, 64),
-        "heads4-queries4": (4, 4, 64),
-        "page1": (16, 1, 1),
-        "page12": (16, 1, 12),
-    }
-    variants = []
-    for name, (num_heads, seqlen_q, page_size) in specs.items():
-        variant = Variant.of(MLASpec(num_heads, KVFormat.BF16, page_size, seqlen_q))
-        variants.append(
-            CudaVariant(
-                f"sm90/attention_bf16/{name}", SOURCE, "mla_attention_bf16", THREADS,
-                variant.shared_bytes, variant.defines,
-            )
-        )  # fmt: skip
-    variants.append(
-        CudaVariant(
-            "sm90/merge_bf16/heads16", SOURCE, "mla_merge_bf16", MERGE_THREADS,
-            defines=Variant.of(MLASpec(16)).defines,
+    specs = [
+        MLASpec(num_heads, KVFormat.BF16, page_size, seqlen_q)
+        for num_heads, seqlen_q, page_size in (
+            (16, 1, 64), (8, 1, 64), (24, 1, 64), (32, 1, 64), (4, 4, 64), (16, 1, 1), (16, 1, 12),
         )
+    ]  # fmt: skip
+    variants = [
+        CudaVariant(
+            f"sm90/attention-bf16/h{s.num_heads}-q{s.seqlen_q}-p{s.page_size}", SOURCE,
+            "mla_attention_bf16", THREADS, Variant.of(s).shared_bytes, Variant.of(s).defines,
+        )
+        for s in specs
+    ]  # fmt: skip
+    merge = CudaVariant(
+        "sm90/merge-bf16/h16-q1-p64", SOURCE, "mla_merge_bf16", MERGE_THREADS,
+        defines=Variant.of(specs[0]).defines,
     )  # fmt: skip
-    return variants
+    return [*variants, merge]

@@ -136,12 +136,12 @@ DEVICE void merge_share(const Output& output, const Item& item, u32 scratch, con
 // counters[request] counts the stored partials of all launches since the plan was made: it is a multiple of what
 // one launch stores whenever none is missing. Announced once, after the last item: in the middle a fence would
 // wait behind a full ring of loads.
-DEVICE void announce_partials(int* counters, const Items& items) {
+DEVICE void announce_partials(int* counters, const int* work, int first_item, int last_item) {
     named_barrier(BARRIER_MATH, MATH_THREADS);
     if (threadIdx.x >= WARP) return;
     __threadfence();
-    for (int index = items.begin + static_cast<int>(threadIdx.x); index < items.end; index += WARP) {
-        const Item item = items.at(index);
+    for (int index = first_item + static_cast<int>(threadIdx.x); index < last_item; index += WARP) {
+        const Item item = Item::load(work, index);
         if (item.slot >= 0) atomicAdd(counters + item.request, 1);
     }
 }

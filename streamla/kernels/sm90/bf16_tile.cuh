@@ -106,23 +106,6 @@ struct Item {
     DEVICE int num_splits() const { return split_end - split_begin; }
 };
 
-// The items of a program. The first is loaded at a guess beside the bounds that tell which it is: when one long
-// request is all there is, program p has item p.
-struct Items {
-    const int* work;
-    int begin, end;
-    Item first;
-
-    DEVICE static Items of(const int* work, int num_items, const int* work_indptr) {
-        const int program = blockIdx.x, guess = min(program, num_items - 1);
-        Item first = Item::load(work, guess);
-        const int begin = __ldg(work_indptr + program), end = __ldg(work_indptr + program + 1);
-        if (begin < end && begin != guess) first = Item::load(work, begin);
-        return {work, begin, end, first};
-    }
-    DEVICE Item at(int index) const { return index == begin ? first : Item::load(work, index); }
-};
-
 // A (batch, seqlen_q, num_heads, x) tensor: strides in elements, x contiguous.
 struct Strides {
     i64 batch, query, head;
