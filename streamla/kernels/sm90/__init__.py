@@ -28,7 +28,9 @@ def why_not(spec: MLASpec) -> str | None:
     if spec.kv_format not in (KVFormat.FP8_E4M3FN, KVFormat.BF16):
         return f"needs an fp8_e4m3fn or bf16 cache, this is {spec.kv_format.value}"
     if spec.kv_format is KVFormat.BF16 and spec.rows > MAX_NARROW_ROWS:
-        return f"needs at most {MAX_NARROW_ROWS} query rows over a bf16 cache, these are {spec.rows}"
+        return (
+            f"needs at most {MAX_NARROW_ROWS} query rows over a bf16 cache, these are {spec.rows}"
+        )
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) != (512, 64):
         return f"needs rows of 512 + 64, these are {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
     return None
