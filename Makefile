@@ -10,7 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TRACE ?= $(firstword $(wildcard ../shared/data/*trace.jsonl))
-CONCURRENCY ?= 1,4,16,64
+CONCURRENCY ?= 1,4,16,64,256
 RESULTS ?=
 PEERS ?= none
 FROM ?= benchmarks/results/h200/blog.json
