@@ -62,6 +62,10 @@ class Look:
     dash: Any
     ours: bool
 
+    def label(self, impl: str) -> str:
+        """What a legend calls it."""
+        return f"streamla {impl}" if self.ours else impl
+
     @property
     def line(self) -> dict[str, Any]:
         return {

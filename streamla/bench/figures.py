@@ -65,7 +65,10 @@ def latency(records: Sequence[Record], look: dict[str, Look]) -> Drawn:
             times_of = {x_of(r): r.us or math.nan for r in members if r.impl == impl}
             if times_of:  # a shape without a time is a gap in the line
                 axes.plot(
-                    ticks, [times_of.get(x, math.nan) for x in ticks], label=impl, **look[impl].line
+                    ticks,
+                    [times_of.get(x, math.nan) for x in ticks],
+                    label=look[impl].label(impl),
+                    **look[impl].line,
                 )
         axes.set(yscale="log", ylim=(bottom, top), title=title)
         axes.xaxis.set_major_locator(FixedLocator(_apart(ticks)))
@@ -100,9 +103,10 @@ def floor_map(records: Sequence[Record]) -> Drawn | None:
             "context x requests",
             SPEC_COLUMNS[axis],
         )
-    impls = list(looks(records))
+    look = looks(records)
+    impls = list(look)
     ys, xs = sorted({rows_of(r) for r in records}), list(dict.fromkeys(map(columns_of, records)))
-    columns = min(3, len(impls))
+    columns = 2 if len(impls) == 4 else min(3, len(impls))
     height = -(-len(impls) // columns)
     figure, grid = axes_grid(height, columns, height * (0.9 + 0.3 * len(ys)))
     top = max(r.x_floor or 1.0 for r in records)
@@ -120,7 +124,7 @@ def floor_map(records: Sequence[Record]) -> Drawn | None:
                           color="white" if dark else "black")  # fmt: skip
         axes.set_xticks(range(len(xs)), [_value_text(x) for x in xs])
         axes.set_yticks(range(len(ys)), [row_text(y) for y in ys])
-        axes.set_title(impl)
+        axes.set_title(look[impl].label(impl))
         axes.grid(False)
         axes.tick_params(length=0)
         for side in axes.spines.values():
@@ -147,7 +151,7 @@ def spread(
     for impl in look:
         points = sorted((totals.index(s.tokens), s.ratio) for s in spreads if s.impl == impl)
         if points:
-            axes.plot(*zip(*points, strict=True), label=impl, **look[impl].line)
+            axes.plot(*zip(*points, strict=True), label=look[impl].label(impl), **look[impl].line)
     axes.set(yscale="log", ylim=(0.95, max(s.ratio for s in spreads) * 1.25))
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(totals)), [short(t) for t in totals])
@@ -197,7 +201,9 @@ def accuracy(records: Sequence[Record], look: dict[str, Look]) -> Drawn | None:
         style, exact = look[impl], own[0].exact
         axes.plot(x, y, linestyle="none", marker=style.marker, markersize=8, color=style.color,
                   markerfacecolor=style.color if exact else "white")  # fmt: skip
-        points.append((x, y, impl + (f" ({own[0].differs})" if own[0].differs else "")))
+        points.append(
+            (x, y, style.label(impl) + (f" ({own[0].differs})" if own[0].differs else ""))
+        )
     axes.set(xscale="log", yscale="log")
     plain_log(axes)
     axes.xaxis.set_major_locator(LogLocator(10, (1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0)))

@@ -123,7 +123,7 @@ def _warnings(results: Results) -> Iterable[str]:
 
 def _implementations(results: Results) -> str:
     rows = []
-    for impl in drawing.looks(results.records):
+    for impl, look in drawing.looks(results.records).items():
         own = [r for r in results.records if r.impl == impl]
         first = own[0]
         errors = [r.error for r in own if r.error is not None]
@@ -132,7 +132,7 @@ def _implementations(results: Results) -> str:
             (
                 "" if first.peer else "ours",
                 [
-                    escape(impl),
+                    escape(look.label(impl)),
                     escape(first.version),
                     "yes" if first.exact else "no",
                     escape(first.differs or ""),
