@@ -123,15 +123,14 @@ DEVICE void run_math(const Query& query, const Output& output, const Softmaxing&
         finish_item(sums, acc, output, Item::load(work, index), row_begin, ring, position, end,
                     how.value_scale(), lane);
         position = end;
-        if (counters && item.slot >= 0) announce_partial(counters, item);
     }
     if (!counters) return;
+    trade_partials(counters, work, program_items);
     for (int index = load_index(program_items); index < load_index(program_items + 1); index++) {
         const Item item = Item::load(work, index);
-        if (item.slot < 0) continue;
-        wait_for_partials(counters, item);
-        merge_share(output, item, row_begin, item.slot - item.split_begin, item.num_splits(),
-                    shared + Shared::STAGE);
+        if (item.slot >= 0)
+            merge_share(output, item, row_begin, item.slot - item.split_begin, item.num_splits(),
+                        shared + Shared::STAGE);
     }
 }
 

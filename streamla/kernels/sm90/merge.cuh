@@ -140,15 +140,21 @@ DEVICE void merge_share(const Output& output, const Item& item, int row_begin, i
 }
 
 // counters[request] counts the stored partials of all launches since the plan was made: it is a multiple of
-// what one launch stores whenever none is missing.
-DEVICE void announce_partial(int* counters, const Item& item) {
+// what one launch stores whenever none is missing. One fence serves all items of the program, so this comes
+// after the last of them.
+DEVICE void trade_partials(int* counters, const int* work, const int* program_items) {
     named_barrier(BARRIER_MATH, MATH_THREADS);
-    if (threadIdx.x == 0) add_release(counters + item.request, 1);
-}
-DEVICE void wait_for_partials(const int* counters, const Item& item) {
     if (threadIdx.x == 0) {
-        const int arrivals = item.num_splits() * ROW_TILES;
-        while (load_acquire(counters + item.request) % arrivals) {
+        const int first = load_index(program_items), last = load_index(program_items + 1);
+        for (int index = first; index < last; index++) {
+            const Item item = Item::load(work, index);
+            if (item.slot >= 0) add_release(counters + item.request, 1);
+        }
+        for (int index = first; index < last; index++) {
+            const Item item = Item::load(work, index);
+            const int arrivals = item.num_splits() * ROW_TILES;
+            while (item.slot >= 0 && load_acquire(counters + item.request) % arrivals) {
+            }
         }
     }
     named_barrier(BARRIER_MATH, MATH_THREADS);
