@@ -44,7 +44,9 @@ SEEN = {
     "void cutlass::device_kernel<cutlass::fmha::kernel::Sm100FmhaMlaKernelTmaWarpspecialized<cute::tuple<cute::C<128>, "
     "cute::C<128>, cute::tuple<cute::C<512>, cute::C<64> > >, cutlass::bfloat16_t, float, cutlass::bfloat16_t, float, "
     "cutlass::fmha::kernel::Sm100MlaPersistentTileScheduler, true> >(int)": ("cutlass-mla", "bf16", "bf16", 128, 1, True),
-    "mla_attention_kernel": ("streamla-portable", None, None, None, None, True),
+    "mla_attention_kernel": ("streamla-portable", "bf16", None, None, None, True),
+    "mla_attention": ("streamla-sm90", "bf16", "fp8", None, None, True),
+    "mla_attention_bf16": ("streamla-sm90", "bf16", "bf16", None, None, True),
     "_mla_gluon": ("aiter-gluon-mla", None, None, None, None, None),
     "main_split_kernel": ("tilelang", None, None, None, None, None),
 }  # fmt: skip
@@ -178,7 +180,7 @@ def test_padding():
 
 
 @pytest.mark.parametrize(("heads", "q_len", "sm90", "portable"), [(16, 1, 16, 16), (8, 1, 8, 16), (12, 1, 16, 16),
-                                                                  (16, 2, 32, 32), (24, 1, 24, 32), (96, 1, 96, 128)])  # fmt: skip
+                                                                  (16, 2, 32, 32), (24, 1, 24, 32), (96, 1, 96, 96)])  # fmt: skip
 def test_own_kernels_fit_their_rows(heads, q_len, sm90, portable):
     rows = heads * q_len
     assert padding(decode("mla_attention"), heads, q_len) == pytest.approx(1 - rows / sm90)

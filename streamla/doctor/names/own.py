@@ -6,25 +6,34 @@ from __future__ import annotations
 from streamla.doctor.names.grammar import ATTENTION, Family
 
 _AXES = ("program", "row tile")
-_ATTENTION = {"mla": True, "persistent": True, "split": True, "grid_axes": _AXES}
+_ATTENTION = {"mla": True, "persistent": True, "split": True, "grid_axes": _AXES, "q_dtype": "bf16"}
+_FP8 = {**_ATTENTION, "kv_dtype": "fp8"}
 
 OWN: tuple[Family, ...] = (
     Family("streamla", "plan", r"^mla_plan(?:_by_length)?_kernel$"),
     Family("streamla", "epilogue", r"^mla_epilogue_kernel$"),
-    Family("streamla", "merge", r"^mla_merge(?:_kernel|_wide)?$"),
+    Family("streamla", "merge", r"^mla_merge(?:_kernel|_wide|_bf16)?$"),
     Family(
         "streamla-portable", ATTENTION, r"^mla_attention_kernel$",
-        {**_ATTENTION, "merge": "mla_merge_kernel", "row_steps": (16, 32, 64)},
-        note="one binary a shape: the tile is the least of 16, 32 and 64 rows that holds the rows",
+        {**_ATTENTION, "merge": "mla_merge_kernel", "row_steps": (16,)},
+        note="tiles of 16 rows, as many as hold the rows",
     ),
     Family(
         "streamla-sm90", ATTENTION, r"^mla_attention$",
-        {**_ATTENTION, "merge": "in the same kernel", "row_steps": (8, 16, 24, 32)},
+        {**_FP8, "merge": "in the same kernel", "row_steps": (8, 16, 24, 32)},
+        note="one binary a shape: the tile is the least of 8, 16, 24 and 32 rows that holds the rows",
+    ),
+    Family(
+        "streamla-sm90", ATTENTION, r"^mla_attention_bf16$",
+        {
+            **_ATTENTION, "kv_dtype": "bf16", "merge": "in the same kernel",
+            "row_steps": (8, 16, 24, 32),
+        },
         note="one binary a shape: the tile is the least of 8, 16, 24 and 32 rows that holds the rows",
     ),
     Family(
         "streamla-sm90", ATTENTION, r"^mla_attention_wide$",
-        {**_ATTENTION, "merge": "mla_merge_wide", "row_steps": (16, 32, 48, 64)},
+        {**_FP8, "merge": "mla_merge_wide", "row_steps": (16, 32, 48, 64)},
         note="one binary a shape: the tile is the least of 16, 32, 48 and 64 rows that holds the rows",
     ),
 )  # fmt: skip
