@@ -16,7 +16,7 @@ DATA = Path(__file__).parent / "data" / "doctor" / "h200"
 # trace: family, query x cache, rows of the tile, persistent, grids, findings that must be there, and must not
 GOLDEN = {
     "streamla-portable-graph": ("streamla-portable", None, None, True, {(132, 1, 1)}, set(), {"padding", "merge", "preparing", "longest", "gap"}),
-    "streamla-sm90-graph": ("streamla-sm90", None, None, True, {(132, 1, 1)}, set(), {"padding", "merge", "preparing", "longest", "gap"}),
+    "streamla-sm90-graph": ("streamla-sm90", "bf16", None, True, {(132, 1, 1)}, set(), {"padding", "merge", "preparing", "longest", "gap"}),
     "flashmla-bf16-graph": ("flashmla", "bf16", 64, True, {(1, 1, 132)}, {"padding", "merge"}, {"parallelism", "longest", "query-quantised", "gap"}),
     "flashmla-a8w8-graph": ("flashmla", "fp8", 64, True, {(1, 1, 132)}, {"padding", "merge", "preparing", "query-quantised"}, {"parallelism", "longest", "gap"}),
     "fa3-bf16-graph": ("fa3", "bf16", 64, True, {(132, 1, 1)}, {"padding", "merge"}, {"parallelism", "longest", "preparing", "gap"}),

@@ -44,7 +44,7 @@ SEEN = {
     "void cutlass::device_kernel<cutlass::fmha::kernel::Sm100FmhaMlaKernelTmaWarpspecialized<cute::tuple<cute::C<128>, "
     "cute::C<128>, cute::tuple<cute::C<512>, cute::C<64> > >, cutlass::bfloat16_t, float, cutlass::bfloat16_t, float, "
     "cutlass::fmha::kernel::Sm100MlaPersistentTileScheduler, true> >(int)": ("cutlass-mla", "bf16", "bf16", 128, 1, True),
-    "mla_attention_kernel": ("streamla-portable", "bf16", None, None, None, True),
+    "mla_attention_kernel": ("streamla-portable", None, None, None, None, True),
     "mla_attention": ("streamla-sm90", "bf16", "fp8", None, None, True),
     "mla_attention_bf16": ("streamla-sm90", "bf16", "bf16", None, None, True),
     "_mla_gluon": ("aiter-gluon-mla", None, None, None, None, None),

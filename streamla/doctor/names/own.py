@@ -6,8 +6,8 @@ from __future__ import annotations
 from streamla.doctor.names.grammar import ATTENTION, Family
 
 _AXES = ("program", "row tile")
-_ATTENTION = {"mla": True, "persistent": True, "split": True, "grid_axes": _AXES, "q_dtype": "bf16"}
-_FP8 = {**_ATTENTION, "kv_dtype": "fp8"}
+_ATTENTION = {"mla": True, "persistent": True, "split": True, "grid_axes": _AXES}
+_FP8 = {**_ATTENTION, "q_dtype": "bf16", "kv_dtype": "fp8"}
 
 OWN: tuple[Family, ...] = (
     Family("streamla", "plan", r"^mla_plan(?:_by_length)?_kernel$"),
@@ -26,7 +26,7 @@ OWN: tuple[Family, ...] = (
     Family(
         "streamla-sm90", ATTENTION, r"^mla_attention_bf16$",
         {
-            **_ATTENTION, "kv_dtype": "bf16", "merge": "in the same kernel",
+            **_ATTENTION, "q_dtype": "bf16", "kv_dtype": "bf16", "merge": "in the same kernel",
             "row_steps": (8, 16, 24, 32),
         },
         note="one binary a shape: the tile is the least of 8, 16, 24 and 32 rows that holds the rows",

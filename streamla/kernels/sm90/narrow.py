@@ -56,7 +56,9 @@ class Variant:
     def of(spec: MLASpec, contiguous_tokens: bool = True) -> Variant:
         """The variant for a cache whose tokens follow each other in a page without a gap, or with."""
         run = math.gcd(spec.page_size, HALF_TILE) if contiguous_tokens else 1
-        return Variant(spec.num_heads, spec.seqlen_q, spec.page_size, rows_of_program(spec.rows), run)
+        return Variant(
+            spec.num_heads, spec.seqlen_q, spec.page_size, rows_of_program(spec.rows), run
+        )
 
     @property
     def defines(self) -> dict[str, int]:
@@ -201,7 +203,11 @@ def _rows_aligned(t: torch.Tensor) -> bool:
 
 
 def _check_cache(kv_cache: torch.Tensor, page_stride: int, token_stride: int) -> None:
-    if kv_cache.data_ptr() % COPY_ALIGNMENT or page_stride % COPY_ALIGNMENT or token_stride % COPY_ALIGNMENT:
+    if (
+        kv_cache.data_ptr() % COPY_ALIGNMENT
+        or page_stride % COPY_ALIGNMENT
+        or token_stride % COPY_ALIGNMENT
+    ):
         raise ValueError(
             f"kv_cache: need rows that start at a multiple of {COPY_ALIGNMENT} bytes for impl='sm90'; got "
             f"address {kv_cache.data_ptr():#x}, strides {tuple(kv_cache.stride())}"
