@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from streamla.cli import console
 
@@ -55,7 +56,7 @@ def _print(facts: list[KernelFacts], target: str) -> None:
     unit, memory = ("CU", "LDS") if amd else ("SM", "shared")
     columns += ["spill", memory, f"per {unit}", "instr", "matrix", "conv", memory + " i"]
     table = plain_table(f"{len(facts)} kernels for {target}")
-    table.add_column("kernel", overflow="fold")
+    table.add_column("kernel", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     for f in facts:
@@ -63,7 +64,8 @@ def _print(facts: list[KernelFacts], target: str) -> None:
         cells = [f.threads, *registers, f.spills, f"{f.shared_bytes / 1024:.1f}K",
                  f.programs_per_unit, f.instructions, f.matrix, f.convert, f.shared]  # fmt: skip
         table.add_row(f.variant, *(str(c) for c in cells), style="red" if f.spills else None)
-    console.out.print(table)
+    # Names are long: a narrow terminal had better break lines than words.
+    Console(width=max(console.out.width, 128)).print(table)
     console.out.print(
         f"spill: {'registers spilled' if amd else 'instructions that touch local memory'}. {memory}: bytes a "
         f"program. per {unit}: programs that fit one at a time. Then instructions in the code: all, matrix, "
