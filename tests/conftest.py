@@ -43,6 +43,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+@pytest.fixture(autouse=True)
+def environment_as_it_was(monkeypatch):
+    """`streamla compile` takes TRITON_INTERPRET out of its environment, which here is that of all tests."""
+    if "TRITON_INTERPRET" in os.environ:
+        monkeypatch.setenv("TRITON_INTERPRET", os.environ["TRITON_INTERPRET"])
+
+
 @pytest.fixture
 def seed() -> int:
     """The session's seed; rerun with `--seed` to see the same inputs again."""

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from triton.runtime import JITFunction
 
 from streamla.runtime import facts
 from streamla.runtime.facts import KernelFacts, occupancy_gfx942, occupancy_sm90
@@ -100,7 +101,7 @@ def test_pattern_selects_by_name():
 
 def test_a_variant_that_does_not_fit_its_kernel_is_named():
     merge = find_variants("gfx942", "portable/merge")[0]
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if not isinstance(merge.fn, JITFunction):  # imported under the interpreter, as without a GPU
         with pytest.raises(RuntimeError, match="interpreter"):
             compile_variant(merge, "gfx942")
         return
