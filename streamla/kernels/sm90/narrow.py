@@ -11,30 +11,28 @@ from pathlib import Path
 import torch
 
 from streamla.arch import Arch
+from streamla.kernels.sm90.launch import (
+    MERGE_PARAMS,
+    TILE_N,
+    attention_params,
+    cache_view,
+    launch_attention,
+    launch_merge,
+)
 from streamla.plan import CostModel, DecodePlan
-from streamla.runtime.driver import F32, I32, I64, PTR, Kernel
+from streamla.runtime.driver import I64, PTR, Kernel
 from streamla.runtime.nvrtc import compile_cuda
 from streamla.spec import MLASpec
 
 SOURCE = Path(__file__).with_name("attention.cu")
-TARGET = "sm_90a"
 
-TILE_N = 64
 ROW_STEPS = (8, 16, 24, 32)  # query rows that a program may hold: N of its wgmma
 LATENT = 512
 TOKEN_BYTES = 576
-COPY_ALIGNMENT = 16  # bytes: what a bulk copy needs of addresses and sizes
 HALF_TILE = 32
 
-_VIEW = (PTR, I64, I64, I64)
-_PARAMS = (
-    *_VIEW, *_VIEW, I32,               # q_nope, q_pe, aligned
-    PTR, I64, I64, PTR,                # kv_cache, page stride, token stride, k_scale
-    PTR, I64, PTR, PTR, PTR,           # page_table, its stride, work, work_indptr, counters
-    *_VIEW, I32, *_VIEW, PTR, PTR,     # out, aligned, lse, out_partial, lse_partial
-    F32, I32, F32,                     # softmax_scale, causal, lse_scale
-)  # fmt: skip
-_MERGE_PARAMS = (PTR, *_VIEW, I32, *_VIEW, PTR, PTR, F32)
+# kv_cache, page stride, token stride, k_scale
+_PARAMS = attention_params(PTR, I64, I64, PTR)
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class Variant:
         return ring + query + probability + score + small + 1024
 
     def cubin(self) -> bytes:
-        return compile_cuda(SOURCE, defines=self.defines, target=TARGET)
+        return compile_cuda(SOURCE, defines=self.defines)
 
 
 def rows_of_program(rows: int) -> int:
@@ -124,7 +122,7 @@ def attention_kernel(variant: Variant) -> Kernel:
 
 @functools.cache
 def merge_kernel(variant: Variant) -> Kernel:
-    return Kernel(variant.cubin, "mla_merge", _MERGE_PARAMS, threads=LATENT // 4)
+    return Kernel(variant.cubin, "mla_merge", MERGE_PARAMS, threads=LATENT // 4)
 
 
 def attention(
@@ -168,50 +166,18 @@ def decode(
 def _launch(
     q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges
 ) -> None:  # fmt: skip
-    page_stride, token_stride, _ = kv_cache.stride()
-    _check_cache(kv_cache, page_stride, token_stride)
-    variant = Variant.of(plan.spec, token_stride == kv_cache.shape[2])
-    attention_kernel(variant).launch(
-        plan.cost.num_programs * variant.row_tiles,
-        q_nope.data_ptr(), *q_nope.stride()[:3], q_pe.data_ptr(), *q_pe.stride()[:3],
-        _rows_aligned(q_nope) and _rows_aligned(q_pe),
-        kv_cache.data_ptr(), page_stride, token_stride, 0 if k_scale is None else k_scale.data_ptr(),
-        page_table.data_ptr(), page_table.stride(0),
-        plan.work.data_ptr(), plan.work_indptr.data_ptr(), plan.counters.data_ptr() if merges else 0,
-        out.data_ptr(), *out.stride()[:3], _rows_aligned(out), lse.data_ptr(), *lse.stride(),
-        plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(),
-        softmax_scale, causal, lse_scale,
-        device=out.device.index,
+    cache = cache_view(kv_cache)
+    variant = Variant.of(plan.spec, cache[2] == plan.spec.row_bytes)
+    launch_attention(
+        attention_kernel(variant), plan.cost.num_programs * variant.row_tiles, q_nope, q_pe,
+        (*cache, 0 if k_scale is None else k_scale.data_ptr()),
+        page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges,
     )  # fmt: skip
 
 
 def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
     """Finish the split requests from their partials, in a launch of its own."""
-    variant = Variant.of(plan.spec)
-    merge_kernel(variant).launch(
-        (plan.spec.rows, plan.batch, 1),
-        plan.split_indptr.data_ptr(),
-        out.data_ptr(), *out.stride()[:3], _rows_aligned(out), lse.data_ptr(), *lse.stride(),
-        plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(), lse_scale,
-        device=out.device.index,
-    )  # fmt: skip
-
-
-def _rows_aligned(t: torch.Tensor) -> bool:
-    """Whether every row of a bf16 tensor starts at a multiple of 16 bytes."""
-    return not (t.data_ptr() % 16 or any(s % 8 for s in t.stride()[:3]))
-
-
-def _check_cache(kv_cache: torch.Tensor, page_stride: int, token_stride: int) -> None:
-    if (
-        kv_cache.data_ptr() % COPY_ALIGNMENT
-        or page_stride % COPY_ALIGNMENT
-        or token_stride % COPY_ALIGNMENT
-    ):
-        raise ValueError(
-            f"kv_cache: need rows that start at a multiple of {COPY_ALIGNMENT} bytes for impl='sm90'; got "
-            f"address {kv_cache.data_ptr():#x}, strides {tuple(kv_cache.stride())}"
-        )
+    launch_merge(merge_kernel(Variant.of(plan.spec)), plan, out, lse, lse_scale)
 
 
 def warmup(spec: MLASpec) -> None:

@@ -1,0 +1,92 @@
+"""What the launchers of the narrow kernels share: one order of arguments, whatever the cache holds."""
+
+from __future__ import annotations
+
+import torch
+
+from streamla.plan import DecodePlan
+from streamla.runtime.driver import F32, I32, I64, PTR, Kernel
+
+TILE_N = 64
+COPY_ALIGNMENT = 16  # bytes: what a bulk copy needs of addresses and sizes
+
+_VIEW = (PTR, I64, I64, I64)
+MERGE_PARAMS = (PTR, *_VIEW, I32, *_VIEW, PTR, PTR, F32)
+
+
+def attention_params(*cache: str) -> tuple[str, ...]:
+    """Parameter types of an attention kernel; `cache` are those of the cache, which formats differ in."""
+    return (
+        *_VIEW, *_VIEW, I32,               # q_nope, q_pe, aligned
+        *cache,                            # kv_cache, page stride, token stride in bytes, ...
+        PTR, I64, PTR, PTR, PTR,           # page_table, its stride, work, work_indptr, counters
+        *_VIEW, I32, *_VIEW, PTR, PTR,     # out, aligned, lse, out_partial, lse_partial
+        F32, I32, F32,                     # softmax_scale, causal, lse_scale
+    )  # fmt: skip
+
+
+def launch_attention(
+    kernel: Kernel,
+    programs: int,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    cache: tuple[int, ...],
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_scale: float,
+    merges: bool,
+) -> None:
+    """Launch attention; `merges`: and the merge, in the same launch. `cache` fits the kernel's own."""
+    kernel.launch(
+        programs,
+        *_view(q_nope), *_view(q_pe), rows_aligned(q_nope) and rows_aligned(q_pe),
+        *cache,
+        page_table.data_ptr(), page_table.stride(0),
+        plan.work.data_ptr(), plan.work_indptr.data_ptr(), plan.counters.data_ptr() if merges else 0,
+        *_view(out), rows_aligned(out), *_view(lse),
+        plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(),
+        softmax_scale, causal, lse_scale,
+        device=out.device.index,
+    )  # fmt: skip
+
+
+def launch_merge(
+    kernel: Kernel, plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float
+) -> None:
+    """Finish the split requests from their partials, in a launch of its own."""
+    kernel.launch(
+        (plan.spec.rows, plan.batch, 1),
+        plan.split_indptr.data_ptr(),
+        *_view(out), rows_aligned(out), *_view(lse),
+        plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(), lse_scale,
+        device=out.device.index,
+    )  # fmt: skip
+
+
+def _view(t: torch.Tensor) -> tuple[int, ...]:
+    return t.data_ptr(), *t.stride()[:3]
+
+
+def rows_aligned(t: torch.Tensor) -> bool:
+    """Whether every row of a bf16 tensor starts at a multiple of 16 bytes."""
+    return not (t.data_ptr() % 16 or any(s % 8 for s in t.stride()[:3]))
+
+
+def cache_view(kv_cache: torch.Tensor) -> tuple[int, int, int]:
+    """Address of a cache and its strides of page and token, in bytes.
+
+    Raises:
+        ValueError: a row starts where no bulk copy can.
+    """
+    item = kv_cache.element_size()
+    view = (kv_cache.data_ptr(), item * kv_cache.stride(0), item * kv_cache.stride(1))
+    if any(place % COPY_ALIGNMENT for place in view):
+        raise ValueError(
+            f"kv_cache: need rows that start at a multiple of {COPY_ALIGNMENT} bytes for impl='sm90' (a plan "
+            f"with impl='portable' takes any); got address {view[0]:#x}, strides {tuple(kv_cache.stride())}"
+        )
+    return view
