@@ -37,7 +37,7 @@ def main(monkeypatch, *arguments):
 def test_help_names_every_command():
     result = invoke("--help")
     assert result.exit_code == 0
-    for command in ("verify", "bench", "plan", "compile", "support", "doctor"):
+    for command in ("verify", "soak", "bench", "plan", "compile", "support", "doctor"):
         assert command in result.output
 
 

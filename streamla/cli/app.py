@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from streamla.cli import bench, compile, plan, support, verify
+from streamla.cli import bench, compile, plan, soak, support, verify
 from streamla.version import __version__
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ def root(
 
 
 app.command()(verify.verify)
+app.command()(soak.soak)
 app.add_typer(bench.app, name="bench")
 app.command()(plan.plan)
 app.command()(compile.compile)

@@ -86,7 +86,7 @@ def verify(
     jobs = [job for job in jobs if only is None or only in job[0]]
     results: list[Result] = []
     for name, reason, case, job in jobs:
-        result = _run(name, reason, why_skipped(case, impl, device), job)
+        result = run_job(name, reason, why_skipped(case, impl, device), job)
         results.append(result)
         if progress is not None:
             progress(len(results), len(jobs), result)
@@ -104,7 +104,8 @@ def why_skipped(case: Case, impl: str, device: torch.device) -> str | None:
     return None
 
 
-def _run(name: str, reason: str, skip: str | None, job: Callable[[], Deviation]) -> Result:
+def run_job(name: str, reason: str, skip: str | None, job: Callable[[], Deviation]) -> Result:
+    """The result of `job`, or of not running it because of `skip`."""
     if skip is not None:
         return Result(name, reason, SKIPPED, detail=skip)
     start = time.perf_counter()
