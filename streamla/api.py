@@ -77,8 +77,13 @@ def _choose(spec: MLASpec, device: torch.device, impl: str) -> tuple[str, int, i
     return chosen.name, *dataclasses.astuple(chosen.load().cost_model(spec, arch))
 
 
+def _choose_epilogue(spec: MLASpec, device: torch.device, impl: str) -> str:
+    return select(spec, arch_of(device), impl, epilogue=True).name
+
+
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler.
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_choose_epilogue._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _check_reused(
@@ -214,6 +219,7 @@ def epilogue(
     k_scale: torch.Tensor | None = None,
     q_format: KVFormat | str = KVFormat.BF16,
     reserved_slot: int | None = None,
+    inputs_ready: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor:
     """What comes between the projections and attention: rotate, write the new rows, join the query.
@@ -242,7 +248,10 @@ def epilogue(
         q_format: "bf16", whatever the cache's format, or "fp8_e4m3fn" or "fp8_e4m3fnuz". fp8 saturates;
             NaN stays NaN. `decode` takes bf16.
         reserved_slot: a slot that is never written, whoever names it (engines keep padding there).
-        impl: as for `plan`.
+        inputs_ready: all that is read but q_nope and q_pe was complete before the kernel just ahead on the
+            stream could start. Hopper's kernel then reads it while that one still runs
+            (docs/epilogue.md states the rule); else it waits before it reads anything.
+        impl: as for `plan`, and chosen by itself: a spec's epilogue may be Hopper's where its attention is not.
 
     Returns:
         The query (tokens, num_heads, head_dim): the first rows of q_out if it was given. `decode` takes
@@ -264,10 +273,12 @@ def epilogue(
     checks.check_one_scale("k_scale", k_scale, spec.kv_format, "cache", device)
     q_out, q_format = checks_epilogue.check_query(q_out, q_format, q_scale, tokens, spec, device)
     checks_epilogue.check_values(slot_mapping, positions, cos_sin, kv_cache, spec, reserved_slot)
-    facts = ops.spec_facts(_choose(spec, device, impl)[0], spec)
+    if not isinstance(inputs_ready, bool):
+        raise TypeError(f"inputs_ready: need a bool; got {type(inputs_ready).__name__}")
+    facts = ops.spec_facts(_choose_epilogue(spec, device, impl), spec)
     torch.ops.streamla.epilogue(
         q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, q_out, positions, cos_sin, rope,
-        q_scale, k_scale, q_format.value, reserved_slot, facts,
+        q_scale, k_scale, q_format.value, reserved_slot, inputs_ready, facts,
     )  # fmt: skip
     return q_out if q_out.shape[0] == tokens else q_out[:tokens]
 
@@ -314,7 +325,9 @@ def warmup(
     for batch in batch_sizes:
         checks.check_int("batch_sizes", batch, 0)
     device = _device(device)
-    select(spec, arch_of(device), impl).load().warmup(spec, list(batch_sizes), device)
+    arch = arch_of(device)
+    select(spec, arch, impl).load().warmup(spec, list(batch_sizes), device)
+    select(spec, arch, impl, epilogue=True).load().warm_epilogue(spec, device)
 
 
 def support(device: torch.device | str | None = None) -> str:
@@ -326,6 +339,9 @@ def support(device: torch.device | str | None = None) -> str:
         answers = refusals(spec, arch)
         chosen = next((name for name, reason in answers.items() if reason is None), "none")
         lines.append(f"  {kv_format.value:14} {chosen}")
+        epilogue = select(spec, arch, epilogue=True).name if chosen != "none" else chosen
+        if epilogue != chosen:
+            lines.append(f"    epilogue: {epilogue}")
         lines += [f"    not {name}: {reason}" for name, reason in answers.items() if reason]
     return "\n".join(lines)
 

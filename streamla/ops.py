@@ -40,7 +40,8 @@ library.define(f"decode({_INPUTS}, {_worked}, {_OUTPUTS}, {_OPTIONS}) -> ()")
 library.define(
     "epilogue(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, "
     "Tensor slot_mapping, Tensor(b!) q_out, Tensor? positions, Tensor? cos_sin, str? rope, "
-    "Tensor? q_scale, Tensor? k_scale, str q_format, int? reserved_slot, str facts) -> ()"
+    "Tensor? q_scale, Tensor? k_scale, str q_format, int? reserved_slot, bool inputs_ready, "
+    "str facts) -> ()"
 )
 
 
@@ -118,12 +119,12 @@ def _merge(*arguments):
 
 def _epilogue(
     q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, q_out, positions, cos_sin, rope, q_scale, k_scale,
-    q_format, reserved_slot, facts,
+    q_format, reserved_slot, inputs_ready, facts,
 ):  # fmt: skip
     module, spec = _read_spec_facts(facts)
     module.epilogue(
         q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, q_out, spec, positions, cos_sin, rope,
-        q_scale, k_scale, KVFormat(q_format), reserved_slot,
+        q_scale, k_scale, KVFormat(q_format), reserved_slot, inputs_ready,
     )  # fmt: skip
 
 

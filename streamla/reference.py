@@ -237,7 +237,7 @@ def decode(
 
 def epilogue(
     q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, q_out, spec, positions, cos_sin, rope, q_scale, k_scale,
-    q_format, reserved_slot,
+    q_format, reserved_slot, inputs_ready,
 ) -> None:  # fmt: skip
     if reserved_slot is not None:
         slot_mapping = slot_mapping.masked_fill(slot_mapping == reserved_slot, NO_SLOT)
@@ -250,4 +250,8 @@ def epilogue(
 
 
 def warmup(spec: MLASpec, batch_sizes: list[int], device: torch.device) -> None:
+    """Nothing to compile."""
+
+
+def warm_epilogue(spec: MLASpec, device: torch.device) -> None:
     """Nothing to compile."""

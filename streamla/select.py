@@ -22,20 +22,26 @@ class Impl:
         name: what `impl=` takes.
         module: imported at first use; see `kernels/portable` for the functions it has.
         why_not: None if it serves this spec on this GPU, else the reason as a sentence.
+        why_no_epilogue: the same for the epilogue, which is chosen by itself.
     """
 
     name: str
     module: str
     why_not: Callable[[MLASpec, Arch], str | None]
+    why_no_epilogue: Callable[[MLASpec, Arch], str | None]
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
 
 
-def _why_not_sm90(spec: MLASpec, arch: Arch) -> str | None:
+def _why_not_sm90(spec: MLASpec, arch: Arch, question: str = "why_not") -> str | None:
     if arch.target != "sm_90a":
         return f"needs sm_90a (Hopper), this is {arch.target}"
-    return importlib.import_module("streamla.kernels.sm90").why_not(spec)
+    return getattr(importlib.import_module("streamla.kernels.sm90"), question)(spec)
+
+
+def _why_no_epilogue_sm90(spec: MLASpec, arch: Arch) -> str | None:
+    return _why_not_sm90(spec, arch, "why_no_epilogue")
 
 
 def _why_not_reference(spec: MLASpec, arch: Arch) -> str | None:
@@ -49,9 +55,9 @@ def _why_not_portable(spec: MLASpec, arch: Arch) -> str | None:
 
 
 IMPLS = (  # the first that serves is chosen
-    Impl("sm90", "streamla.kernels.sm90", _why_not_sm90),
-    Impl("reference", "streamla.reference", _why_not_reference),
-    Impl("portable", "streamla.kernels.portable", _why_not_portable),
+    Impl("sm90", "streamla.kernels.sm90", _why_not_sm90, _why_no_epilogue_sm90),
+    Impl("reference", "streamla.reference", _why_not_reference, _why_not_reference),
+    Impl("portable", "streamla.kernels.portable", _why_not_portable, _why_not_portable),
 )
 
 
@@ -60,8 +66,8 @@ def refusals(spec: MLASpec, arch: Arch) -> dict[str, str | None]:
     return {impl.name: impl.why_not(spec, arch) for impl in IMPLS}
 
 
-def select(spec: MLASpec, arch: Arch, impl: str = AUTO) -> Impl:
-    """The implementation called `impl`, or the first that serves.
+def select(spec: MLASpec, arch: Arch, impl: str = AUTO, epilogue: bool = False) -> Impl:
+    """The implementation called `impl`, or the first that serves; for the epilogue, or for all else.
 
     Raises:
         ValueError: no such implementation, or it does not serve; the message says why.
@@ -72,7 +78,8 @@ def select(spec: MLASpec, arch: Arch, impl: str = AUTO) -> Impl:
     reasons = {}
     for candidate in IMPLS:
         if impl in (AUTO, candidate.name):
-            reason = candidate.why_not(spec, arch)
+            why_not = candidate.why_no_epilogue if epilogue else candidate.why_not
+            reason = why_not(spec, arch)
             if reason is None:
                 return candidate
             reasons[candidate.name] = reason

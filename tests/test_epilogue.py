@@ -19,7 +19,8 @@ from streamla.testing.epilogue_build import EpilogueCase, build
 from streamla.testing.interpreter import is_interpreted
 from streamla.testing.verify import why_skipped
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ON_GPU = ("portable", "sm90")
 ON_CPU = [i for i in EPILOGUE if not i.case.gpu]
 SMALL = EpilogueCase(
     "", "", (4,), num_heads=3, page_size=4, kv_lora_rank=32, qk_rope_head_dim=16, k_scale=0.37,
@@ -37,9 +38,12 @@ def test_epilogue_on_cpu(invariant, impl, seed):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("impl", ON_GPU)
 @pytest.mark.parametrize("invariant", EPILOGUE, ids=lambda i: i.name)
-def test_epilogue_on_gpu(invariant, seed):
-    invariant.check(invariant.case, "portable", torch.device("cuda"), seed)
+def test_epilogue_on_gpu(invariant, impl, seed):
+    if (reason := why_skipped(invariant.case, impl, GPU)) is not None:
+        pytest.skip(reason)
+    invariant.check(invariant.case, impl, GPU, seed)
 
 
 @pytest.fixture(params=["reference", "portable"])
@@ -102,6 +106,7 @@ WRONG = [
     ("q_out", lambda a: torch.empty(4, 3, 48), TypeError, "q_out: need torch.bfloat16"),
     ("q_out", lambda a: torch.empty(1, 3, 48).bfloat16().expand(4, -1, -1), ValueError, "q_out: need every"),
     ("reserved_slot", lambda a: -1, ValueError, "reserved_slot: need an int >= 0"),
+    ("inputs_ready", lambda a: None, TypeError, "inputs_ready: need a bool; got NoneType"),
     ("impl", lambda a: "sm90", ValueError, "needs sm_90a"),
 ]  # fmt: skip
 
@@ -241,7 +246,7 @@ def test_opcheck(device, kv_format):
         (
             given["q_nope"], given["q_pe"], given["kv_c"], given["k_pe"], kv_cache, given["slot_mapping"],
             q_out, given["positions"], given["cos_sin"], given["rope"], None, given["k_scale"], "bf16",
-            None, ops.spec_facts(implementation(device), given["spec"]),
+            None, False, ops.spec_facts(implementation(device), given["spec"]),
         ),
     )  # fmt: skip
 

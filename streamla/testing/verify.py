@@ -20,6 +20,7 @@ from streamla.testing.budget import Deviation
 from streamla.testing.cases import CASES, Case
 from streamla.testing.checks import check_case
 from streamla.testing.epilogue import EPILOGUE
+from streamla.testing.epilogue_build import EpilogueCase
 from streamla.testing.interpreter import is_interpreted, repair
 from streamla.testing.invariants import INVARIANTS
 
@@ -98,7 +99,7 @@ def why_skipped(case: Case, impl: str, device: torch.device) -> str | None:
     if case.gpu and device.type != "cuda":
         return "needs a GPU"
     try:
-        select(case.spec, arch_of(device), impl)
+        select(case.spec, arch_of(device), impl, isinstance(case, EpilogueCase))
     except ValueError as refusal:
         return str(refusal)
     return None

@@ -1,4 +1,4 @@
-"""Attention and merge in two launches, and the warm-up of all kernels."""
+"""Attention and merge in two launches, and the warm-up of both and of the planner."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 
 from streamla.arch import arch_of
 from streamla.kernels.portable.attention import attention, cost_model
-from streamla.kernels.portable.epilogue import warmup as warm_epilogue
 from streamla.kernels.portable.merge import merge
 from streamla.kernels.portable.plan import plan as run_planner
 from streamla.plan import DecodePlan, empty_plan
@@ -54,5 +53,4 @@ def warmup(spec: MLASpec, batch_sizes: list[int], device: torch.device) -> None:
             decode(
                 q_nope, q_pe, kv_cache, scale, page_table, plan, out, lse, 1.0, causal, 1.0
             )  # fmt: skip
-    warm_epilogue(spec, device)
     torch.cuda.synchronize(device) if device.type == "cuda" else None

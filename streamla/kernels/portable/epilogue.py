@@ -238,6 +238,7 @@ def epilogue(
     k_scale: torch.Tensor | None,
     q_format: KVFormat,
     reserved_slot: int | None,
+    inputs_ready: bool,
 ) -> None:
     """Write the query of every token to `q_out` and the cache row of every token that has a slot."""
     tokens, num_heads = q_nope.shape[:2]
@@ -282,7 +283,7 @@ def epilogue(
     )  # fmt: skip
 
 
-def warmup(spec: MLASpec, device: torch.device) -> None:
+def warm_epilogue(spec: MLASpec, device: torch.device) -> None:
     """Compile the variants that `spec` can launch, by one token that writes no row: neither tokens, heads,
     pages nor strides are compiled in. The query is bf16, or fp8 of the cache's own flavour."""
     q_nope, q_pe, kv_c, k_pe = (
@@ -310,5 +311,5 @@ def warmup(spec: MLASpec, device: torch.device) -> None:
             for ropes in ((None, None, None), (positions, cos_sin, "interleaved")):
                 epilogue(
                     q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, q_out, spec, *ropes,
-                    q_scale, k_scale, q_format, None,
+                    q_scale, k_scale, q_format, None, False,
                 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Hopper: CUDA C++ for fp8_e4m3fn and bf16 caches, compiled by NVRTC at first use.
 
 Over fp8, up to 32 query rows a request go to `narrow`, more to `wide`; over bf16, up to 32 go to `bf16`. All
-take the plan of the portable planner, and the epilogue is the portable one.
+take the plan of the portable planner. The epilogue serves every format.
 """
 
 from __future__ import annotations
@@ -11,14 +11,25 @@ from types import ModuleType
 import torch
 
 from streamla.arch import Arch
-from streamla.kernels.portable.epilogue import epilogue
-from streamla.kernels.portable.epilogue import warmup as warm_epilogue
 from streamla.kernels.portable.plan import plan
 from streamla.kernels.sm90 import bf16, narrow, wide
+from streamla.kernels.sm90.epilogue import epilogue, warm_epilogue
+from streamla.kernels.sm90.epilogue import why_not as why_no_epilogue
 from streamla.plan import CostModel, DecodePlan
 from streamla.spec import KVFormat, MLASpec
 
-__all__ = ["attention", "cost_model", "decode", "epilogue", "merge", "plan", "warmup", "why_not"]
+__all__ = [
+    "attention",
+    "cost_model",
+    "decode",
+    "epilogue",
+    "merge",
+    "plan",
+    "warm_epilogue",
+    "warmup",
+    "why_no_epilogue",
+    "why_not",
+]
 
 MAX_NARROW_ROWS = 32
 
@@ -90,4 +101,3 @@ def warmup(spec: MLASpec, batch_sizes: list[int], device: torch.device) -> None:
     """Compile and load what `spec` needs; the batch size is no compile-time fact."""
     with torch.cuda.device(device):
         _kernels(spec).warmup(spec)
-        warm_epilogue(spec, device)
