@@ -15,6 +15,8 @@ from streamla.select import AUTO, IMPLS, select
 from streamla.spec import MLASpec
 from streamla.version import __version__
 
+NONE = "none"
+
 
 @dataclass
 class Prepared:
@@ -126,11 +128,12 @@ def first_line(error: BaseException) -> str:
 
 
 def choose(impls: list[str], device: torch.device) -> Callable[[MLASpec], list[Candidate]]:
-    """Our implementations by name, for each spec; "auto" is what would run for it on `device`."""
-    known = [AUTO, *(i.name for i in IMPLS)]
+    """Our implementations by name, for each spec; "auto" is what would run for it on `device`, "none" is nothing."""
+    known = [AUTO, NONE, *(i.name for i in IMPLS)]
     for impl in impls:
         if impl not in known:
             raise ValueError(f"impl: need one of {', '.join(known)}; got {impl!r}")
+    impls = [impl for impl in impls if impl != NONE]
     arch = arch_of(device)
 
     def candidates(spec: MLASpec) -> list[Candidate]:

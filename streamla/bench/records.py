@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 SCHEMA = "streamla-bench/1"
@@ -102,6 +102,14 @@ class Results:
     traffic: list[dict] = field(default_factory=list)
     absent: list[dict] = field(default_factory=list)
     schema: str = SCHEMA
+
+
+def joined(results: Results, part: Results) -> Results:
+    """Both runs as one: of the first, with the records of the second and its GPU state at the end."""
+    state = part.gpu_state
+    if results.gpu_state and state:
+        state = {"before": results.gpu_state["before"], "after": state["after"]}
+    return replace(results, records=results.records + part.records, gpu_state=state)
 
 
 def dumps(results: Results) -> str:

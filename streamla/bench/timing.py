@@ -19,8 +19,13 @@ Calls = Mapping[str, Sequence[Callable[[], None]]]  # candidate -> one call a re
 
 MIN_REPEATS, MAX_REPEATS = 11, 101
 SECONDS_A_SHAPE = 0.05  # of GPU time, for all candidates of a shape together
+SECONDS_A_CANDIDATE = (
+    0.25  # a slower one takes part in fewer rounds, but in MIN_SLOW_REPEATS at least
+)
+MIN_SLOW_REPEATS = 3
 CPU_SECONDS_A_SHAPE = 0.5
 EAGER_CALLS = 16
+EAGER_SECONDS = 0.25
 ENERGY_SECONDS = 0.4  # of replays of one kind: the counter moves every few tens of ms
 DRIFT = 0.05  # relative change of the SM clock that is worth a warning
 
@@ -65,11 +70,17 @@ def time_graphs(calls: Calls, repeats: int | None = None) -> dict[str, Times]:
 
 def time_replays(graphs: Mapping[str, Graph], repeats: int | None = None) -> dict[str, Times]:
     """Times of a call, from replays in turn of graphs that hold several calls each."""
-    once = {name: _queue_replays({name: graph}, 2)[name][-1] for name, graph in graphs.items()}
+    once = {
+        name: _queue_replays({name: graph}, {name: 2})[name][-1] for name, graph in graphs.items()
+    }
     if repeats is None:
         fitting = int(SECONDS_A_SHAPE * 1e3 / sum(once.values()))
         repeats = min(MAX_REPEATS, max(MIN_REPEATS, fitting))
-    samples = _queue_replays(graphs, repeats)
+    counts = {}
+    for name, ms in once.items():
+        fitting = max(MIN_SLOW_REPEATS, int(SECONDS_A_CANDIDATE * 1e3 / ms))
+        counts[name] = min(repeats, fitting)
+    samples = _queue_replays(graphs, counts)
     return {
         name: summary([ms * 1e3 / graphs[name].calls for ms in milliseconds])
         for name, milliseconds in samples.items()
@@ -85,11 +96,16 @@ def capture(calls: Sequence[Callable[[], None]]) -> Graph:
     return Graph(graph, len(calls))
 
 
-def _queue_replays(graphs: Mapping[str, Graph], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each replay, in rounds of one replay a graph."""
+def _queue_replays(
+    graphs: Mapping[str, Graph], counts: Mapping[str, int]
+) -> dict[str, list[float]]:
+    """Milliseconds of each replay, in rounds of one replay a graph; one with a lower count misses some, evenly."""
     events: dict[str, list] = {name: [] for name in graphs}
-    for _ in range(repeats):
+    rounds = max(counts.values())
+    for i in range(rounds):
         for name, graph in graphs.items():
+            if i * counts[name] // rounds == (i + 1) * counts[name] // rounds:
+                continue
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             graph.replay()
@@ -102,8 +118,9 @@ def _queue_replays(graphs: Mapping[str, Graph], repeats: int) -> dict[str, list[
 def time_eager(calls: Sequence[Callable[[], None]], repeats: int = 5) -> Times:
     """Times of plain calls one after another, as the host issues them: launch cost included."""
     rounds = -(-EAGER_CALLS // len(calls))
-    samples = []
-    for _ in range(repeats):
+    samples: list[float] = []
+    start = time.perf_counter()
+    while len(samples) < repeats and not (samples and time.perf_counter() - start > EAGER_SECONDS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(rounds):

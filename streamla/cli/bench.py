@@ -1,16 +1,17 @@
-"""`streamla bench`: check, then time. `streamla bench compare`: two runs side by side."""
+"""`streamla bench`: check, then time."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from streamla.cli import console
+from streamla.cli import bench_files, console
 
 if TYPE_CHECKING:
     import torch
@@ -20,13 +21,32 @@ if TYPE_CHECKING:
     from streamla.spec import MLASpec
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
+app.command("report")(bench_files.report)
+app.command("compare")(bench_files.compare)
+app.command("collect")(bench_files.collect)
+app.command("tables")(bench_files.tables)
 
 CPU_SCALE = 256  # contexts are divided by this without a GPU
 CPU_MAX_TOKENS = 1 << 14
-OUTPUTS = (
-    "--json",
-    "--report",
-)  # options that say where results go: not part of a recorded command
+OUTPUTS = ("--json", "--report")  # say where results go: not part of a recorded command
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured on every shape, and where.
+
+    Attributes:
+        impls, peers: names of ours and of other libraries'.
+        scale: contexts are divided by this.
+    """
+
+    impls: list[str]
+    peers: list[str]
+    device: torch.device
+    scale: int
+    seed: int
+    repeat: int
+    energy: bool
 
 
 @app.callback(invoke_without_command=True)
@@ -35,6 +55,9 @@ def bench(
     grid: Annotated[
         str, typer.Option(help="blog, heads, formats, pages, mtp, small; several: blog,small.")
     ] = "blog",
+    max_tokens: Annotated[
+        str | None, typer.Option(help="Only shapes of at most so many tokens in all: 128K.")
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Batches of a Mooncake JSONL trace, in place of a grid.")
     ] = None,
@@ -47,7 +70,7 @@ def bench(
     fmt: Annotated[str, typer.Option("--format", help="Cache format.")] = "fp8_e4m3fn",
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
     impl: Annotated[
-        str, typer.Option(help="Implementations to time; several: auto,portable.")
+        str, typer.Option(help="Implementations to time, or none; several: auto,portable.")
     ] = "auto",
     peers: Annotated[
         str, typer.Option(help="Other libraries' kernels beside ours: all, none, or names.")
@@ -76,121 +99,80 @@ def bench(
     import torch
 
     from streamla.bench.published import table
-    from streamla.bench.records import dumps, save
-    from streamla.bench.report import notes
-    from streamla.bench.run import lost
     from streamla.spec import MLASpec
 
     if repeat < 1:
         raise ValueError(f"repeat: need at least 1; got {repeat}")
     published = table(against) if against else []
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    spec = MLASpec(heads, fmt, page_size=page_size)
     scale = 1 if where.type == "cuda" else CPU_SCALE
-    if trace is not None:
+    options = Options(impl.split(","), peers.split(","), where, scale, seed, repeat, energy)
+    spec = MLASpec(heads, fmt, page_size=page_size)
+    traffic: list[dict] = []
+    if trace is None:
+        workloads = _grids(grid, spec)
+    else:
         from streamla.bench.trace import ragged
 
-        workloads, traffic = ragged(
-            trace, spec, console.integers("concurrency", concurrency), samples, step_ms
-        )
-    else:
-        workloads, traffic = _grids(grid, spec), []
-    if scale > 1 and not console.quiet(json):
+        held = console.integers("concurrency", concurrency)
+        workloads, traffic = ragged(trace, spec, held, samples, step_ms)
+    if max_tokens is not None:
+        most = console.integers("max-tokens", max_tokens)[0]
+        workloads = [w for w in workloads if w.tokens <= most]
+    results = _measure(_fit(workloads, scale), options, traffic, published, json)
+    _conclude(results, published, report, json)
+
+
+def _measure(
+    workloads: list[Workload],
+    options: Options,
+    traffic: list[dict],
+    published: list[Record],
+    json: Path | None,
+) -> Results:
+    """Run one grid after another. Each is printed and stored as it ends, in case the next one is cut short."""
+    from streamla.bench.records import joined, save
+    from streamla.bench.run import lost
+
+    quiet = console.quiet(json)
+    if options.scale > 1 and not quiet:
         console.out.print(
-            f"No GPU: timing the CPU implementation on contexts {scale} times shorter. These times say "
-            f"that the benchmark works; they say nothing about a GPU.",
+            f"No GPU: timing the CPU implementation on contexts {options.scale} times shorter. These times "
+            f"say that the benchmark works; they say nothing about a GPU.",
             style="yellow", highlight=False,
         )  # fmt: skip
     results: Results | None = None
-    for group in _by_grid(_fit(workloads, scale)):
-        part = _run(
-            group, impl.split(","), peers.split(","), where, scale, traffic, seed, repeat, energy
-        )
-        results = _extended(results, part)
-        if json is not None and not console.quiet(json):
-            save(results, json)  # after each grid: a run that is cut short has not been for nothing
-        if not console.quiet(json):
+    for group in _by_grid(workloads):
+        part = _run(group, options, traffic)
+        results = part if results is None else joined(results, part)
+        if not quiet:
+            if json is not None:
+                save(results, json)
             _print_grid(part, published)
         if lost(part.records):
             break  # nothing runs in this process any more
     assert results is not None  # _fit leaves at least one shape
-    if console.quiet(json):
-        sys.stdout.write(dumps(results))
+    return results
+
+
+def _conclude(
+    results: Results, published: list[Record], report: Path | None, json: Path | None
+) -> None:
+    """The page, the JSON on stdout, and what a reader of the tables must know. Exit code 1 if ours was wrong."""
+    from streamla.bench.records import dumps
+    from streamla.bench.report import notes
+
     if report is not None:
         from streamla.bench.page import write
 
         write(results, report, published)
     if console.quiet(json):
+        sys.stdout.write(dumps(results))
         return
     for note in notes(results.records):
         console.out.print(note, style="yellow", highlight=False, markup=False)
     _print_conditions(results)
     if any(r.checked and r.us is None and not r.peer for r in results.records):
-        raise typer.Exit(1)
-
-
-@app.command("report")
-def report_files(
-    files: Annotated[list[Path], typer.Argument(help="JSON of runs on one machine.")],
-    out: Annotated[Path, typer.Option(help="Folder to write into.")],
-    against: Annotated[
-        str | None, typer.Option(help="A published table beside ours: mi300x-blog.")
-    ] = None,
-    formats: Annotated[str, typer.Option(help="Of the figures.")] = "svg,png",
-    page: Annotated[bool, typer.Option(help="Write the page, too.")] = True,
-) -> None:
-    """Figures and a page from results that are there."""
-    from streamla.bench import page as pages
-    from streamla.bench.published import table
-    from streamla.bench.records import load
-
-    results: Results | None = None
-    for part in map(load, files):
-        if results is not None and part.gpu != results.gpu:
-            raise ValueError(f"report: need runs of one machine; got {results.gpu} and {part.gpu}")
-        results = _extended(results, part)
-    assert results is not None  # typer wants one file at least
-    for path in pages.write(
-        results, out, table(against) if against else [], formats.split(","), page
-    ):
-        console.out.print(str(path), highlight=False)
-
-
-@app.command()
-def compare(
-    before: Annotated[Path, typer.Argument(help="JSON of the first run.")],
-    after: Annotated[Path, typer.Argument(help="JSON of the second run.")],
-    tolerance: Annotated[
-        float, typer.Option(help="Slow-down that is accepted: 0.05 is 5 %.")
-    ] = 0.05,
-    json: console.JsonOption = None,
-) -> None:
-    """Compare two runs. Exit code 1 if a shape got slower, or has lost its time."""
-    from dataclasses import asdict
-
-    from streamla.bench.compare import compare as compare_results
-    from streamla.bench.records import load
-    from streamla.bench.report import compare_table, shape_text
-
-    first, second = load(before), load(after)
-    comparison = compare_results(first, second)
-    slower = [c for c in comparison.changes if c.slower(tolerance)]
-    document = {"geomean": comparison.geomean, "slower": len(slower), **asdict(comparison)}
-    console.write_json(document, json)
-    if not console.quiet(json):
-        if not comparison.changes:
-            raise ValueError("compare: the two runs have no shape and implementation in common")
-        console.out.print(compare_table(comparison, tolerance), highlight=False)
-        for r in comparison.lost:
-            console.out.print(f"no time any more: {r.impl}, {shape_text(r)}", style="red")
-        if first.gpu != second.gpu:
-            console.out.print(f"different devices: {first.gpu} and {second.gpu}", style="yellow")
-        console.out.print(
-            f"{len(comparison.changes)} shapes, geometric mean {comparison.geomean:.3f}, "
-            f"{len(slower)} slower by more than {tolerance:.0%}",
-            highlight=False,
-        )
-    if slower or comparison.lost:
         raise typer.Exit(1)
 
 
@@ -204,6 +186,8 @@ def _fit(workloads: list[Workload], scale: int) -> list[Workload]:
     """On a CPU, shorter contexts, and only the shapes that are then small enough."""
     from streamla.bench.workloads import scaled_down
 
+    if not workloads:
+        raise ValueError("max-tokens: need as many tokens as the smallest shape has, at least")
     if scale == 1:
         return workloads
     small = [w for w in scaled_down(workloads, scale) if w.tokens <= CPU_MAX_TOKENS]
@@ -214,17 +198,7 @@ def _fit(workloads: list[Workload], scale: int) -> list[Workload]:
     return small
 
 
-def _run(
-    workloads: list[Workload],
-    impls: list[str],
-    peers: list[str],
-    device: torch.device,
-    scale: int,
-    traffic: list[dict],
-    seed: int,
-    repeat: int,
-    energy: bool,
-) -> Results:
+def _run(workloads: list[Workload], options: Options, traffic: list[dict]) -> Results:
     """Measure the shapes of one grid, `repeat` times."""
     from dataclasses import asdict
 
@@ -233,25 +207,28 @@ def _run(
 
     from streamla.arch import arch_of
     from streamla.bench import peers as other
-    from streamla.bench.candidates import choose
+    from streamla.bench.candidates import NONE, choose
     from streamla.bench.records import Results
     from streamla.bench.repeat import merged
     from streamla.bench.run import lost, run
     from streamla.version import __version__
 
+    device, repeat = options.device, options.repeat
     cuda = device.type == "cuda"
     if not cuda:
         torch.set_num_threads(1)  # the small shapes lose more by sharing than they gain
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    ours = choose(impls, device)
-    found, absent = other.find(peers)
+    ours = choose(options.impls, device)
+    found, absent = other.find(options.peers)
+    if options.impls == [NONE] and not found:
+        raise ValueError(f"impl, peers: need something to time; absent: {absent}")
     runs: list[list[Record]] = []
     states: list[dict | None] = []
     with console.progress("Benchmark", repeat * len(workloads)) as bar:
         while len(runs) < repeat and not (runs and lost(runs[-1])):
             records, state = run(
                 workloads, lambda spec: [*ours(spec), *found], device,
-                seed=seed, energy=energy, on_shape=lambda w: console.advance(bar, w.label),
+                seed=options.seed, energy=options.energy, on_shape=lambda w: console.advance(bar, w.label),
             )  # fmt: skip
             runs.append(records)
             states.append(state)
@@ -265,7 +242,7 @@ def _run(
         triton=triton.__version__,
         streamla=__version__,
         started=started,
-        scaled_down=scale,
+        scaled_down=options.scale,
         l2_bytes=arch_of(device).l2_bytes,
         records=merged(whole) if repeat > 1 else runs[0],
         gpu_state={"before": first["before"], "after": last["after"]} if first and last else None,
@@ -295,18 +272,6 @@ def _by_grid(workloads: list[Workload]) -> list[list[Workload]]:
     for workload in workloads:
         groups.setdefault(workload.grid, []).append(workload)
     return list(groups.values())
-
-
-def _extended(results: Results | None, part: Results) -> Results:
-    """The results so far and those of one more grid."""
-    from dataclasses import replace
-
-    if results is None:
-        return part
-    state = part.gpu_state
-    if results.gpu_state and state:
-        state = {"before": results.gpu_state["before"], "after": state["after"]}
-    return replace(results, records=results.records + part.records, gpu_state=state)
 
 
 def _print_grid(results: Results, published: list[Record]) -> None:

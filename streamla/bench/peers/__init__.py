@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from streamla.bench.candidates import NONE
 from streamla.bench.peers.aiter import Aiter
 from streamla.bench.peers.base import Peer
 from streamla.bench.peers.fa3 import FA3
@@ -30,7 +31,7 @@ PEERS: tuple[Peer, ...] = (
     TorchEager(),
     TorchSDPA(),
 )
-ALL, NONE = "all", "none"
+ALL = "all"
 
 
 @dataclass(frozen=True)

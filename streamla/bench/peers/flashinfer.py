@@ -43,12 +43,13 @@ class FlashInfer(Peer):
             torch.cat([table[b, :n] for b, n in enumerate(num_pages.tolist())])
             for table in inputs.page_tables
         ]
-        wrappers = []
-        for _ in indices:  # a plan holds the page indices, so each region has a wrapper
-            workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-            wrappers.append(
-                self.library.mla.BatchMLAPagedAttentionWrapper(workspace, backend=self.backend)
-            )
+        # A plan holds the page indices, so each region has a wrapper. They run one after another, so that one
+        # workspace for their partial results is enough.
+        workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        wrappers = [
+            self.library.mla.BatchMLAPagedAttentionWrapper(workspace, backend=self.backend)
+            for _ in indices
+        ]
         scales = {} if cache.dtype == torch.bfloat16 else {
             "ckv_scale": inputs.k_scale, "kpe_scale": inputs.k_scale
         }  # fmt: skip

@@ -12,12 +12,12 @@ from streamla.bench.inputs import Inputs
 from streamla.bench.peers.base import Peer, needs, returning
 from streamla.spec import MLASpec
 
-HEADS_A_PROGRAM = 16
-MAX_SPLITS = 64
+TOKENS_A_SPLIT = 512
+SPLITS_A_UNIT = 2
 
 
 class VLLMTriton(Peer):
-    """vLLM's own number of splits was 4 for years and then changed; here two programs a SM are given."""
+    """The caller chooses the splits: as in vLLM 0.33, a power of two by the longest request, up to two an SM."""
 
     name = "vllm-triton"
     modules = (
@@ -33,8 +33,8 @@ class VLLMTriton(Peer):
     def prepare(self, inputs: Inputs) -> Prepared:
         spec, q = inputs.workload.spec, inputs.q.squeeze(1)
         batch = inputs.workload.requests
-        programs = batch * -(-spec.num_heads // HEADS_A_PROGRAM)
-        splits = max(4, min(MAX_SPLITS, 2 * arch_of(q.device).units // programs))
+        wanted = max(1, inputs.workload.context // TOKENS_A_SPLIT)
+        splits = min(1 << (wanted - 1).bit_length(), SPLITS_A_UNIT * arch_of(q.device).units)
         logits = torch.empty(
             (batch, spec.num_heads, splits, spec.kv_lora_rank + 1), device=q.device
         )
