@@ -6,4 +6,13 @@ from streamla.kernels.portable.epilogue import epilogue, warm_epilogue
 from streamla.kernels.portable.merge import merge
 from streamla.kernels.portable.plan import plan
 
-__all__ = ["attention", "cost_model", "decode", "epilogue", "merge", "plan", "warm_epilogue", "warmup"]
+__all__ = [
+    "attention",
+    "cost_model",
+    "decode",
+    "epilogue",
+    "merge",
+    "plan",
+    "warm_epilogue",
+    "warmup",
+]

@@ -153,6 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == MATH_THREADS) ring.init();
         __syncwarp();
         named_barrier_arrive(BARRIER_READY, MATH_THREADS + WARP);
+        wait_for_previous_grid();
+        allow_next_grid();
         const int first_item = __ldg(work_indptr + blockIdx.x), last_item = __ldg(work_indptr + blockIdx.x + 1);
         const Cache cache{kv_cache, page_stride, token_stride, page_table, table_stride};
         const u64 l2_policy = l2_evict_first();
@@ -164,6 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     } else {
         registers_grow<MATH_REGISTERS>();
+        wait_for_previous_grid();
         const int first_item = __ldg(work_indptr + blockIdx.x), last_item = __ldg(work_indptr + blockIdx.x + 1);
         const Output output{out, lse, {out_batch, out_query, out_head}, {lse_batch, lse_query, lse_head},
                             out_partial, lse_partial, out_aligned != 0, lse_scale};

@@ -143,14 +143,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
         fence_mbarrier_init();
     }
     __syncthreads();
+    wait_for_previous_grid();
 
     if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<LOAD_REGISTERS>();
+        allow_next_grid();
         const int half = (threadIdx.x - MATH_THREADS) / WARP;
         if (half < LOAD_WARPS)
             load_tiles({kv_cache, page_stride, token_stride, page_table, page_table_stride}, work, work_indptr, half,
                        shared);
-        allow_next_grid();
     } else {
         registers_grow<MATH_REGISTERS>();
         const float scale = k_scale ? *k_scale : 1.f;

@@ -117,6 +117,7 @@ def attention_kernel(variant: Variant) -> Kernel:
         threads=variant.threads,
         shared_bytes=variant.shared_bytes,
         cooperative=True,
+        pdl=True,
     )
 
 

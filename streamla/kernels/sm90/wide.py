@@ -77,6 +77,7 @@ def attention_kernel(spec: MLASpec, bulk_copies: bool = True) -> Kernel:
         params,
         threads=THREADS,
         shared_bytes=shared_bytes(spec),
+        pdl=True,
     )
 
 
