@@ -46,6 +46,7 @@ SEEN = {
     "cutlass::fmha::kernel::Sm100MlaPersistentTileScheduler, true> >(int)": ("cutlass-mla", "bf16", "bf16", 128, 1, True),
     "mla_attention_kernel": ("streamla-portable", None, None, None, None, True),
     "mla_attention": ("streamla-sm90", "bf16", "fp8", None, None, True),
+    "mla_attention_ds_mla": ("streamla-sm90", "bf16", "fp8_ds_mla", None, None, True),
     "mla_attention_bf16": ("streamla-sm90", "bf16", "bf16", None, None, True),
     "_mla_gluon": ("aiter-gluon-mla", None, None, None, None, None),
     "main_split_kernel": ("tilelang", None, None, None, None, None),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from streamla.formats import encode_rows
-from streamla.spec import KVFormat, MLASpec
+from streamla.spec import DS_MLA_GROUP, KVFormat, MLASpec
 from streamla.testing.canary import NAN_BYTE, Canaries
 from streamla.testing.cases import Case
 from streamla.testing.patterns import PATTERNS, Tokens
@@ -234,6 +234,8 @@ def _write_pages(
         rows = encode_rows(values, spec, k_scale).view(torch.uint8)
         if case.data == "all-bytes":
             _write_all_bytes(spec, rows)
+        if case.data == "odd-scales":
+            _change_scales(spec, rows, generator)
         if poison is not None:
             rows[position >= lengths[request]] = _poison_row(spec, poison, device)
         pool[physical[chunk : chunk + step]] = rows.unflatten(0, (-1, page_size))
@@ -249,6 +251,15 @@ def _write_all_bytes(spec: MLASpec, rows: torch.Tensor) -> None:
     finite = finite[finite.view(dtype).float().isfinite()]
     repeats = -(-spec.kv_lora_rank // len(finite))
     rows[:, : spec.kv_lora_rank] = finite.repeat(repeats)[: spec.kv_lora_rank]
+
+
+def _change_scales(spec: MLASpec, rows: torch.Tensor, generator: torch.Generator) -> None:
+    """Multiply every group's scale by a number of its own, from 2^-6 to 4."""
+    begin, groups = spec.kv_lora_rank, spec.kv_lora_rank // DS_MLA_GROUP
+    stored = rows[:, begin : begin + 4 * groups]
+    exponents = 8 * torch.rand((len(rows), groups), generator=generator, device=rows.device) - 6
+    scales = stored.contiguous().view(torch.float32) * exponents.exp2()
+    stored.copy_(scales.view(torch.uint8))
 
 
 def _poison_row(spec: MLASpec, poison: str, device: torch.device) -> torch.Tensor:

@@ -68,10 +68,11 @@ def _pages() -> Iterator[Case]:
         "tail-page-7", "an odd page and prime lengths: tiles begin anywhere in a page", (127, 251),
         page_size=7, kv_format="bf16", num_heads=8,
     )  # fmt: skip
-    yield Case(
-        "tail-ds-mla", "scales inside the row are poison too past the last token",
-        (1, 13, 63, 64, 65, 127), kv_format="fp8_ds_mla",
-    )  # fmt: skip
+    for page_size in (1, 16, 64):
+        yield Case(
+            f"tail-ds-mla-page-{page_size}", "scales inside the row are poison too past the last token",
+            (1, 13, 63, 64, 65, 127), kv_format="fp8_ds_mla", page_size=page_size,
+        )  # fmt: skip
     for part in ("latent", "rope"):
         yield Case(
             f"tail-{part}-only", f"NaN in the {part} part alone: each part has its own mask",
@@ -165,6 +166,10 @@ def _queries() -> Iterator[Case]:
                 (64, 65, 100, 2), seqlen_q=seqlen_q, num_heads=heads, data="spike",
             )  # fmt: skip
     yield Case(
+        "causal-4-ds-mla", "a hidden row's scales are hidden too", (64, 65, 100, 2), seqlen_q=4,
+        num_heads=8, data="spike", kv_format="fp8_ds_mla",
+    )  # fmt: skip
+    yield Case(
         "not-causal", "the causal flag is obeyed, not wired", (64, 65, 3), seqlen_q=4, causal=False,
         data="spike",
     )  # fmt: skip
@@ -201,6 +206,11 @@ def _formats() -> Iterator[Case]:
         yield Case(
             f"scale-{scale}", "the scale reaches both the scores and the values", (130, 65),
             k_scale=scale,
+        )  # fmt: skip
+    for heads in (8, 16, 24):
+        yield Case(
+            f"scales-ds-mla-heads-{heads}", "every token scales its groups of latents by numbers of its own",
+            (200, 1, 577), kv_format="fp8_ds_mla", num_heads=heads, data="odd-scales",
         )  # fmt: skip
     yield Case(
         "small-widths",
@@ -278,6 +288,10 @@ def _strides() -> Iterator[Case]:
             f"row-stride-{576 + gap}", "rows padded to a wider stride", (130, 65), row_gap=gap,
         )  # fmt: skip
     yield Case(
+        "row-stride-672-ds-mla", "rows of 656 bytes padded to a wider stride", (130, 65), row_gap=16,
+        kv_format="fp8_ds_mla",
+    )  # fmt: skip
+    yield Case(
         "layers-2-ds-mla", "interleaved layers of 656-byte rows", (130, 65), page_stride=2,
         kv_format="fp8_ds_mla",
     )  # fmt: skip
@@ -317,6 +331,11 @@ def _gpu() -> Iterator[Case]:
     yield Case(
         "gpu-tiles-bf16", "odd and even numbers of tiles in the other element size",
         tuple(64 * k - k % 3 for k in range(301, 317)), kv_format="bf16", gpu=True,
+    )  # fmt: skip
+    yield Case(
+        "gpu-tiles-ds-mla", "odd and even numbers of tiles of 656-byte rows, each scaled by itself",
+        tuple(64 * k - k % 3 for k in range(301, 333)), kv_format="fp8_ds_mla", data="odd-scales",
+        gpu=True,
     )  # fmt: skip
     yield Case(
         "gpu-ramp-4096", "4096 rows of 1 to 4096 tokens: items of every size in one program",

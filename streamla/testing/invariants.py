@@ -348,6 +348,7 @@ INVARIANTS: tuple[Invariant, ...] = (
     _on(one_plan_many_layers, "gpu-repeats", _LONG_GPU),
     _on(one_plan_many_layers, "gpu-repeats-8-heads", dataclasses.replace(_LONG_GPU, num_heads=8)),
     _on(one_plan_many_layers, "gpu-repeats-64-heads", dataclasses.replace(_LONG_GPU, num_heads=64)),
+    _on(one_plan_many_layers, "gpu-repeats-ds-mla", dataclasses.replace(_LONG_GPU, kv_format="fp8_ds_mla")),
     _on(one_plan_many_layers, "gpu-repeats-bf16", dataclasses.replace(_LONG_GPU, kv_format="bf16")),
     _on(graph_replay, "gpu-graph-replay", _STEP_GPU),
     _on(graph_replay, "gpu-graph-replay-bf16", _STEP_BF16_GPU),

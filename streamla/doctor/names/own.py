@@ -12,7 +12,7 @@ _FP8 = {**_ATTENTION, "q_dtype": "bf16", "kv_dtype": "fp8"}
 OWN: tuple[Family, ...] = (
     Family("streamla", "plan", r"^mla_plan(?:_by_length)?_kernel$"),
     Family("streamla", "epilogue", r"^mla_epilogue_kernel$"),
-    Family("streamla", "merge", r"^mla_merge(?:_kernel|_wide|_bf16)?$"),
+    Family("streamla", "merge", r"^mla_merge(?:_kernel|_wide|_bf16|_ds_mla)?$"),
     Family(
         "streamla-portable", ATTENTION, r"^mla_attention_kernel$",
         {**_ATTENTION, "merge": "mla_merge_kernel", "row_steps": (16,)},
@@ -30,6 +30,11 @@ OWN: tuple[Family, ...] = (
             "row_steps": (8, 16, 24, 32),
         },
         note="one binary a shape: the tile is the least of 8, 16, 24 and 32 rows that holds the rows",
+    ),
+    Family(
+        "streamla-sm90", ATTENTION, r"^mla_attention_ds_mla$",
+        {**_FP8, "kv_dtype": "fp8_ds_mla", "merge": "in the same kernel", "row_steps": (8, 16)},
+        note="one binary a shape: tiles of 8 rows if they hold the rows, else of 16",
     ),
     Family(
         "streamla-sm90", ATTENTION, r"^mla_attention_wide$",

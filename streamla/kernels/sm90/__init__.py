@@ -1,7 +1,7 @@
-"""Hopper: CUDA C++ for fp8_e4m3fn and bf16 caches, compiled by NVRTC at first use.
+"""Hopper: CUDA C++ for fp8_e4m3fn, fp8_ds_mla and bf16 caches, compiled by NVRTC at first use.
 
-Over fp8, up to 32 query rows a request go to `narrow`, more to `wide`; over bf16, up to 32 go to `bf16`. All
-take the plan of the portable planner. The epilogue serves every format.
+Over fp8_e4m3fn, up to 32 query rows a request go to `narrow`, more to `wide`; fp8_ds_mla goes to `ds_mla`, and
+up to 32 rows over bf16 to `bf16`. All take the plan of the portable planner. The epilogue serves every format.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from streamla.arch import Arch
 from streamla.kernels.portable.plan import plan
-from streamla.kernels.sm90 import bf16, narrow, wide
+from streamla.kernels.sm90 import bf16, ds_mla, narrow, wide
 from streamla.kernels.sm90.epilogue import epilogue, warm_epilogue
 from streamla.kernels.sm90.epilogue import why_not as why_no_epilogue
 from streamla.plan import CostModel, DecodePlan
@@ -36,12 +36,14 @@ MAX_NARROW_ROWS = 32
 
 def why_not(spec: MLASpec) -> str | None:
     """None if these kernels serve `spec`, else the reason as a sentence."""
-    if spec.kv_format not in (KVFormat.FP8_E4M3FN, KVFormat.BF16):
-        return f"needs an fp8_e4m3fn or bf16 cache, this is {spec.kv_format.value}"
+    if spec.kv_format not in (KVFormat.FP8_E4M3FN, KVFormat.FP8_DS_MLA, KVFormat.BF16):
+        return f"needs an fp8_e4m3fn, fp8_ds_mla or bf16 cache, this is {spec.kv_format.value}"
     if spec.kv_format is KVFormat.BF16 and spec.rows > MAX_NARROW_ROWS:
         return (
             f"needs at most {MAX_NARROW_ROWS} query rows over a bf16 cache, these are {spec.rows}"
         )
+    if spec.kv_format is KVFormat.FP8_DS_MLA and spec.rows > ds_mla.MAX_ROWS:
+        return f"needs at most {ds_mla.MAX_ROWS} query rows over fp8_ds_mla, these are {spec.rows}"
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) != (512, 64):
         return f"needs rows of 512 + 64, these are {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
     return None
@@ -50,6 +52,8 @@ def why_not(spec: MLASpec) -> str | None:
 def _kernels(spec: MLASpec) -> ModuleType:
     if spec.kv_format is KVFormat.BF16:
         return bf16
+    if spec.kv_format is KVFormat.FP8_DS_MLA:
+        return ds_mla
     return narrow if spec.rows <= MAX_NARROW_ROWS else wide
 
 

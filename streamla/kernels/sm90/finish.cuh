@@ -73,51 +73,61 @@ DEVICE void send_accumulators(const Accumulator& acc, u32 stage, const Lane& lan
     fence_async_proxy();
 }
 
-// Eight contiguous floats a thread, its neighbour in g the next eight: lane pairs trade quads so that one
-// store instruction fills whole 32-byte sectors.
-DEVICE void store_floats(float* row, const float (&v)[THREAD_LATENTS], bool exists, int run,
-                         const Lane& lane) {
-    const bool odd = lane.g % 2;
-    float low[4], high[4];
+// Where a thread's latents lie: 8 that follow each other in each run.
+struct OneRange {
+    // What accumulators are multiplied by to become values.
+    DEVICE static float value_unit(u32 shared, int team) { return 1.0f; }
+
+    // The neighbour in g has the next 8: lane pairs trade quads so that one store instruction fills whole
+    // 32-byte sectors.
+    DEVICE static void store_floats(float* row, const float (&v)[THREAD_LATENTS], bool exists, int run,
+                                    const Lane& lane) {
+        const bool odd = lane.g % 2;
+        float low[4], high[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float received = __shfl_xor_sync(FULL_WARP, odd ? v[i] : v[4 + i], 4);
-        low[i] = odd ? received : v[i];
-        high[i] = odd ? v[4 + i] : received;
+        for (int i = 0; i < 4; i++) {
+            const float received = __shfl_xor_sync(FULL_WARP, odd ? v[i] : v[4 + i], 4);
+            low[i] = odd ? received : v[i];
+            high[i] = odd ? v[4 + i] : received;
+        }
+        if (!exists) return;
+        float* pair = row + first_latent(lane, run) - odd * THREAD_LATENTS + odd * 4;
+        *reinterpret_cast<float4*>(pair) = make_float4(low[0], low[1], low[2], low[3]);
+        *reinterpret_cast<float4*>(pair + 8) = make_float4(high[0], high[1], high[2], high[3]);
     }
-    if (!exists) return;
-    float* pair = row + first_latent(lane, run) - odd * THREAD_LATENTS + odd * 4;
-    *reinterpret_cast<float4*>(pair) = make_float4(low[0], low[1], low[2], low[3]);
-    *reinterpret_cast<float4*>(pair + 8) = make_float4(high[0], high[1], high[2], high[3]);
-}
-DEVICE void store_bfloats(u16* p, const float (&v)[THREAD_LATENTS], bool aligned) {
-    u32 pairs[4];
+    DEVICE static void store_bfloats(u16* row, const float (&v)[THREAD_LATENTS], bool aligned, int run,
+                                     const Lane& lane) {
+        u16* p = row + first_latent(lane, run);
+        u32 pairs[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) pairs[i] = pack_bfloat2(v[2 * i], v[2 * i + 1]);
-    if (aligned) {
-        *reinterpret_cast<uint4*>(p) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    } else {
+        for (int i = 0; i < 4; i++) pairs[i] = pack_bfloat2(v[2 * i], v[2 * i + 1]);
+        if (aligned) {
+            *reinterpret_cast<uint4*>(p) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        } else {
 #pragma unroll
-        for (int i = 0; i < 8; i++) p[i] = static_cast<u16>(pairs[i / 2] >> 16 * (i % 2));
+            for (int i = 0; i < 8; i++) p[i] = static_cast<u16>(pairs[i / 2] >> 16 * (i % 2));
+        }
     }
-}
+};
 
 // One run of latents of one row of the item, k_scale included.
+template <typename Latents>
 DEVICE void store_row(const Output& output, const Item& item, int row, int run,
                       const float (&v)[THREAD_LATENTS], float lse, const Lane& lane) {
     const bool writes_lse = lane.team_warp() == 0 && lane.g == 0 && run == 0;
     const bool exists = row < TOTAL_ROWS;
     if (item.slot >= 0) {
-        store_floats(output.partial(item.slot, row), v, exists, run, lane);
+        Latents::store_floats(output.partial(item.slot, row), v, exists, run, lane);
         if (writes_lse && exists) output.lse_partial[static_cast<i64>(item.slot) * TOTAL_ROWS + row] = lse;
     } else if (exists) {
-        store_bfloats(output.out + output.out_strides.at(item.request, row) + first_latent(lane, run), v,
-                      output.aligned);
+        Latents::store_bfloats(output.out + output.out_strides.at(item.request, row), v, output.aligned, run,
+                               lane);
         if (writes_lse) output.lse[output.lse_strides.at(item.request, row)] = lse * output.lse_scale;
     }
 }
 
 // The tiles at ring positions [first, end) have been accumulated, each by the team it fell to.
+template <typename Latents = OneRange>
 DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Output& output,
                         const Item& item, int row_begin, const Ring& ring, int first, int end,
                         float value_scale, Lane lane) {
@@ -143,8 +153,8 @@ DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Out
         const float sum =
             my_weight * team_sum(shared, lane.team, row) + other_weight * team_sum(shared, other_team, row);
         const float normal = sum == 0.0f ? 0.0f : value_scale / sum;
-        my_weight *= normal;
-        other_weight *= normal;
+        my_weight *= normal * Latents::value_unit(shared, lane.team);
+        other_weight *= normal * Latents::value_unit(shared, other_team);
 #pragma unroll
         for (int run = 0; run < RUNS; run++) {
             float v[THREAD_LATENTS];
@@ -159,7 +169,7 @@ DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Out
                 v[4 * quad + 2] = my_weight * mine.z + other_weight * other.z;
                 v[4 * quad + 3] = my_weight * mine.w + other_weight * other.w;
             }
-            store_row(output, item, row_begin + row, run, v, LN_2 * (base + log2_approx(sum)), lane);
+            store_row<Latents>(output, item, row_begin + row, run, v, LN_2 * (base + log2_approx(sum)), lane);
         }
     }
     if (other_last >= first) ring.release(other_last, lane.leads_warp());

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from streamla.kernels.sm90 import narrow, wide
+from streamla.kernels.sm90 import ds_mla, narrow, wide
 from streamla.runtime.driver import Kernel
 from streamla.runtime.offline import CudaVariant
 from streamla.spec import KVFormat, MLASpec
 
 _FP8 = KVFormat.FP8_E4M3FN
+_DS_MLA = KVFormat.FP8_DS_MLA
 
 # Each meets a branch that the others do not.
 _NARROW = (
@@ -16,6 +17,13 @@ _NARROW = (
     MLASpec(16, _FP8, page_size=1),  # a bulk copy for every token
     MLASpec(12, _FP8, seqlen_q=2),
     MLASpec(32, _FP8, page_size=16),
+)
+_GROUP_SCALES = (
+    MLASpec(16, _DS_MLA),
+    MLASpec(8, _DS_MLA),
+    MLASpec(16, _DS_MLA, page_size=1),  # a bulk copy for every token
+    MLASpec(4, _DS_MLA, seqlen_q=4, page_size=16),
+    MLASpec(32, _DS_MLA),  # two programs side by side
 )
 _WIDE = (
     MLASpec(64, _FP8),
@@ -27,12 +35,16 @@ _WIDE = (
 def offline_variants(target: str) -> list[CudaVariant]:
     if target != "sm_90a":
         return []
-    variants = [_narrow(spec) for spec in _NARROW] + [_wide(spec) for spec in _WIDE]
+    narrows = [_narrow(spec) for spec in _NARROW]
+    group_scales = [_group_scales(spec) for spec in _GROUP_SCALES]
+    wides = [_wide(spec) for spec in _WIDE]
+    ds_mla_merge = ds_mla.merge_kernel(ds_mla.Variant.of(_GROUP_SCALES[0]))
     merges = [
-        _merge("merge", narrow.merge_kernel(narrow.Variant.of(_NARROW[0])), variants[0]),
-        _merge("merge-wide", wide.merge_kernel(_WIDE[0]), variants[len(_NARROW)]),
+        _merge("merge", narrow.merge_kernel(narrow.Variant.of(_NARROW[0])), narrows[0]),
+        _merge("merge-ds-mla", ds_mla_merge, group_scales[0]),
+        _merge("merge-wide", wide.merge_kernel(_WIDE[0]), wides[0]),
     ]
-    return variants + merges
+    return narrows + group_scales + wides + merges
 
 
 def _name(kernel: str, spec: MLASpec) -> str:
@@ -44,6 +56,15 @@ def _narrow(spec: MLASpec) -> CudaVariant:
     kernel = narrow.attention_kernel(variant)
     return CudaVariant(
         _name("attention", spec), narrow.SOURCE, kernel.name, kernel.threads, kernel.shared_bytes,
+        variant.defines,
+    )  # fmt: skip
+
+
+def _group_scales(spec: MLASpec) -> CudaVariant:
+    variant = ds_mla.Variant.of(spec)
+    kernel = ds_mla.attention_kernel(variant)
+    return CudaVariant(
+        _name("attention-ds-mla", spec), ds_mla.SOURCE, kernel.name, kernel.threads, kernel.shared_bytes,
         variant.defines,
     )  # fmt: skip
 

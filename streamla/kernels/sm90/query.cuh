@@ -39,6 +39,12 @@ DEVICE int query_column(int dim) {
     return 16 * j + 2 * t + 8 * (r / 2) + r % 2;
 }
 
+// The same of bf16 rope values, of which a half takes 32: 16 bytes of a key serve as two A fragments.
+DEVICE int rope_column(int dim) {
+    const int t = dim % 32 / 8, word = dim % 8 / 2;
+    return dim / 32 * 32 + word / 2 * 16 + 2 * t + 8 * (word % 2) + dim % 2;
+}
+
 // The rows [row_begin, row_begin + ROWS) of a request; every math warp takes its share.
 struct QueryRows {
     static constexpr int WARP_ROWS = (ROWS + MATH_WARPS - 1) / MATH_WARPS;
@@ -98,12 +104,14 @@ struct QueryRows {
 
     DEVICE static void store_chunk(u32 query, const uint4& chunk, int row, int dim, float scale) {
         const u32 pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+        const bool stays_bfloat = GROUP_SCALES && dim >= LATENT;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int column = query_column(dim % 64 + 2 * i);
+            const int first = dim % 64 + 2 * i, column = stays_bfloat ? rope_column(first) : query_column(first);
             const u32 swizzled = (column / 8 ^ row % 8) * 16 + column % 8 * 2;
+            const float low = bfloat_low(pairs[i]) * scale, high = bfloat_high(pairs[i]) * scale;
             store_shared(query + dim / 64 * QUERY_BLOCK_BYTES + row * 128 + swizzled,
-                         pack_half2(bfloat_low(pairs[i]) * scale, bfloat_high(pairs[i]) * scale));
+                         stays_bfloat ? pack_bfloat2(low, high) : pack_half2(low, high));
         }
     }
 };

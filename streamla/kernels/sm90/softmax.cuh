@@ -10,7 +10,7 @@
 
 namespace streamla {
 
-constexpr float THRESHOLD = 8.0f;
+constexpr float THRESHOLD = GROUP_SCALES ? 4.0f : 8.0f;
 
 // The running maxima live in shared memory: registers are scarcer. Reset by one warp of the team, before
 // its first barrier.

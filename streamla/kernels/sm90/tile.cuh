@@ -8,6 +8,11 @@
 
 #include "ptx.cuh"
 
+// Defined as 1 for fp8_ds_mla rows: 512 e4m3 latents, a fp32 scale for each 128 of them, 64 bf16 rope values.
+#ifndef STREAMLA_GROUP_SCALES
+#define STREAMLA_GROUP_SCALES 0
+#endif
+
 namespace streamla {
 
 // Compile-time facts, set by attention.py.
@@ -15,6 +20,7 @@ constexpr int NUM_HEADS = STREAMLA_NUM_HEADS;
 constexpr int SEQLEN_Q = STREAMLA_SEQLEN_Q;
 constexpr int PAGE_SIZE = STREAMLA_PAGE_SIZE;
 constexpr int ROWS = STREAMLA_ROWS;  // query rows of a program: N of its wgmma, 8 to 32
+constexpr bool GROUP_SCALES = STREAMLA_GROUP_SCALES;
 constexpr int RUN = STREAMLA_RUN;    // tokens of one bulk copy: contiguous in a page, divides 32
 
 constexpr int TOTAL_ROWS = NUM_HEADS * SEQLEN_Q;  // row r is query r / NUM_HEADS, head r % NUM_HEADS
@@ -23,9 +29,10 @@ constexpr int ROW_TILES = (TOTAL_ROWS + ROWS - 1) / ROWS;
 constexpr int LATENT = 512;
 constexpr int ROPE = 64;
 constexpr int HEAD_DIM = LATENT + ROPE;
-constexpr int TOKEN_BYTES = HEAD_DIM;  // fp8
+constexpr int SCALE_GROUPS = 4;  // of latents, each with a scale of its own
+constexpr int TOKEN_BYTES = GROUP_SCALES ? LATENT + 4 * SCALE_GROUPS + 2 * ROPE : HEAD_DIM;
 constexpr int TILE_N = 64;
-constexpr int STAGES = ROWS <= 16 ? 5 : 4;
+constexpr int STAGES = ROWS <= 16 && !GROUP_SCALES ? 5 : 4;
 
 constexpr int TEAMS = 2;
 constexpr int TEAM_HALVES = ROWS <= 16 ? 2 : 1;
@@ -48,10 +55,10 @@ constexpr int BARRIER_READY = 2;  // mbarriers are initialised
 constexpr int BARRIER_TEAM = 3;   // and those after it
 
 // Tokens 32 to 63 of a stage lie 32 bytes further than they would: then 16-byte reads of keys and
-// 8-byte reads of values meet no bank conflict in rows of plain 576 bytes.
+// 8-byte reads of values meet no bank conflict in rows of plain 576 bytes. Rows of 656 need no gap.
 constexpr int HALF_TOKENS = 32;
-constexpr int HALF_GAP = 32;
-constexpr int STAGE_BYTES = TILE_N * TOKEN_BYTES + 128;
+constexpr int HALF_GAP = GROUP_SCALES ? 0 : 32;
+constexpr int STAGE_BYTES = (TILE_N * TOKEN_BYTES + HALF_GAP + 127) / 128 * 128;
 
 DEVICE constexpr u32 stage_offset(int token) {
     return token * TOKEN_BYTES + (token / HALF_TOKENS) * HALF_GAP;
@@ -68,7 +75,7 @@ struct Shared {
     static constexpr u32 STAGE = 0;
     static constexpr u32 QUERY = (STAGES * STAGE_BYTES + 1023) / 1024 * 1024;      // 9 blocks
     static constexpr u32 PROBABILITY = QUERY + HEAD_DIM / 64 * QUERY_BLOCK_BYTES;  // [team][buffer], fp16
-    static constexpr u32 PROBABILITY_BYTES = TILE_N * ROWS * 2;
+    static constexpr u32 PROBABILITY_BYTES = TILE_N * ROWS * 2 * (GROUP_SCALES ? SCALE_GROUPS : 1);
     static constexpr u32 SCORE =
         PROBABILITY + TEAMS * PROBABILITY_BUFFERS * PROBABILITY_BYTES;  // [team][to half], fp32
     static constexpr u32 SCORE_BYTES = TEAM_HALVES == 2 ? TILE_N / 2 * ROWS * 4 : 0;
@@ -76,7 +83,9 @@ struct Shared {
     static constexpr u32 SUM = MAX + MATH_WARPS * ROWS * 4;        // [team][warp][row]
     static constexpr u32 TEAM_MAX = SUM + MATH_WARPS * ROWS * 4;   // [team][row]
     static constexpr u32 ROW_SCALE = TEAM_MAX + TEAMS * ROWS * 4;  // [row]
-    static constexpr u32 FULL = ROW_SCALE + ROWS * 4;              // [stage] mbarrier
+    static constexpr u32 SCALE_MAX = ROW_SCALE + ROWS * 4;         // [team][warp], of the group scales
+    static constexpr u32 SCALE_LIMIT = SCALE_MAX + (GROUP_SCALES ? MATH_WARPS * 4 : 0);  // [team]
+    static constexpr u32 FULL = SCALE_LIMIT + (GROUP_SCALES ? TEAMS * 4 : 0);            // [stage] mbarrier
     static constexpr u32 EMPTY = FULL + STAGES * 8;                // [stage] mbarrier
     static constexpr u32 BYTES = EMPTY + STAGES * 8 + 1024;        // 1024: to align the base
 };
@@ -95,13 +104,21 @@ struct Lane {
         const int warp = uniform(static_cast<int>(threadIdx.x) / WARP), lane = threadIdx.x % WARP;
         return {warp / TEAM_WARPS, warp % TEAM_WARPS / 4, warp % 4, lane / 4, lane % 4};
     }
+    // The same, computed at this point and not kept in registers from long before.
+    DEVICE Lane again() const {
+        const int thread = forget(static_cast<int>(threadIdx.x));
+        return {team, half, warp, thread % WARP / 4, thread % 4};
+    }
     DEVICE int team_warp() const { return half * 4 + warp; }
     DEVICE int team_thread() const { return team_warp() * WARP + g * 4 + t; }
     DEVICE bool leads_warp() const { return g == 0 && t == 0; }
     // A thread brings to an end the scores of rows 8 * c + 2 * t + k of each group c ...
     DEVICE int row(int c, int k) const { return 8 * c + 2 * t + k; }
-    // ... and of tokens 16 * warp + g and + 8, or the one of them that its half takes.
-    DEVICE int token(int x) const { return 16 * warp + g + 8 * (TEAM_HALVES == 2 ? half : x); }
+    // ... and of two tokens, 8 apart, or the one of them that its half takes.
+    DEVICE int token(int x) const { return fragment_token() + 8 * (TEAM_HALVES == 2 ? half : x); }
+    // The first token whose keys this thread reads. Rows of 656 bytes begin 4 banks apart: lanes that read
+    // 64 bytes each of two rows at once meet no bank conflict if these are 4 rows apart.
+    DEVICE int fragment_token() const { return 16 * warp + (GROUP_SCALES ? g % 2 * 4 + g / 2 : g); }
 };
 constexpr int THREAD_TOKENS = 2 / TEAM_HALVES;
 

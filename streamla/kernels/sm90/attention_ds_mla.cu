@@ -1,0 +1,195 @@
+// MLA decode attention over an fp8_ds_mla cache (656-byte rows), and its merge.
+//
+// The pipeline is that of attention.cu; docs/attention-sm90-ds-mla.md tells what the format changes in it.
+
+#define STREAMLA_GROUP_SCALES 1
+
+#include "ds_mla_finish.cuh"
+#include "load.cuh"
+#include "merge.cuh"
+#include "query.cuh"
+
+namespace streamla {
+
+// The tokens of an item, and how far the first query of its request sees.
+struct Range {
+    int begin, end, first_visible_end;
+
+    DEVICE static Range of(const Item& item, bool causal) {
+        return {item.begin, item.end, causal ? item.seqlen - SEQLEN_Q + 1 : item.seqlen};
+    }
+    // First token that a row does not see.
+    DEVICE int visible_end(int row) const {
+        if (SEQLEN_Q == 1) return end;
+        return min(end, first_visible_end + row / NUM_HEADS);
+    }
+};
+
+constexpr int VALUE_BUFFERS = 2;  // steps of values in registers, widened
+
+// One tile, from stage to accumulators. `release`: hand the stage back after the last read.
+DEVICE void attend_tile(RowValues& sums, Accumulator& acc, const Range& range, int token, int row_begin,
+                        const Ring& ring, int position, bool release, const Lane& lane) {
+    const u32 shared = ring.shared, stage = uniform(ring.stage(position));
+    const bool masked = token + TILE_N > range.visible_end(0);
+    const int valid = range.end - token;
+    ring.wait_full(position);
+
+    GroupScores partial;
+    Scores scores;
+    RawValues raw[STEPS];
+    Values widened[VALUE_BUFFERS];
+    partial.issue(stage, shared, lane);
+    const u32 values = stage + group_value_offset(lane.again());
+    load_group_values(raw[0], values, 0, masked, valid, lane);
+    load_group_values(raw[1], values, 1, masked, valid, lane);
+    wgmma_wait<0>();
+    partial.sum();
+    send_scores(partial.first, scores, shared, lane);
+    GroupScales scales = GroupScales::load(stage, lane);
+    named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);
+    widened[0].widen(raw[0]);
+    widened[1].widen(raw[1]);
+    receive_scores(scores, shared, lane);
+    if (masked) {
+#pragma unroll
+        for (int i = 0; i < GROUPS * 2; i++) {
+            const int c = i / 2, k = i % 2;
+            if (token + lane.token(0) >= range.visible_end(row_begin + lane.row(c, k)))
+                scores[c][0][k] = NEG_INF;
+        }
+        if (token + lane.token(0) >= range.visible_end(0)) scales.clear_unless_finite(lane.token(0) < valid);
+    }
+    softmax_scaled_tile(sums, acc, scores, scales, shared, position, lane);
+
+    const u64 probabilities = probability_descriptor(shared, position, lane);
+    load_group_values(raw[2], values, 2, masked, valid, lane);
+    load_group_values(raw[3], values, 3, masked, valid, lane);
+    if (release) ring.release(position, lane.leads_warp());
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        Values& v = widened[s % VALUE_BUFFERS];
+        if (s >= VALUE_BUFFERS) {
+            wgmma_wait<VALUE_BUFFERS - 1>();
+            v.widen(raw[s]);
+        }
+        if (masked && SEQLEN_Q > 1) v.clear_nan();
+        issue_group_output(acc, v, probabilities, s, lane);
+    }
+    wgmma_wait<0>();
+}
+
+DEVICE void run_math(const Query& query, const Output& output, float score_scale, bool causal, const int* work,
+                     const int* program_items, int row_begin, int* counters, const Ring& ring) {
+    const Lane lane = Lane::here();
+    const u32 shared = ring.shared;
+    int position = 0;
+    const int last_item = load_index(program_items + 1);
+    for (int index = load_index(program_items); index < last_item; index++) {
+        const Item item = Item::load(work, index);
+        load_query(query, item.request, row_begin, shared, score_scale);
+        named_barrier(BARRIER_MATH, MATH_THREADS);
+        reset_max(shared, lane);  // no warp still reads those of the item before
+        reset_limit(shared, lane);
+        named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);
+
+        Accumulator acc;
+#pragma unroll
+        for (int j = 0; j < RUNS * M_TILES; j++) {
+#pragma unroll
+            for (int i = 0; i < ROWS / 2; i++) acc[j][i] = 0.0f;
+        }
+        RowValues sums;
+#pragma unroll
+        for (int c = 0; c < GROUPS; c++) sums[c][0] = sums[c][1] = 0.0f;
+
+        const Range range = Range::of(item, causal);
+        const int skip = (lane.team - position % TEAMS + TEAMS) % TEAMS, end = position + item.num_tiles();
+        for (int tile = position + skip; tile < end; tile += TEAMS)
+            attend_tile(sums, acc, range, range.begin + (tile - position) * TILE_N, row_begin, ring, tile,
+                        tile + TEAMS < end, lane);
+        finish_item<RangePerGroup>(sums, acc, output, Item::load(work, index), row_begin, ring, position, end, 1.0f,
+                                   lane);
+        position = end;
+    }
+    if (!counters) return;
+    trade_partials(counters, work, program_items);
+    for (int index = load_index(program_items); index < load_index(program_items + 1); index++) {
+        const Item item = Item::load(work, index);
+        if (item.slot >= 0)
+            merge_share(output, item, row_begin, item.slot - item.split_begin, item.num_splits(),
+                        shared + Shared::STAGE);
+    }
+}
+
+}  // namespace streamla
+
+using namespace streamla;
+
+// Programs are numbered program * ROW_TILES + row tile: those that read the same tokens run side by side.
+// counters == 0: leave the partials to mla_merge_ds_mla.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    mla_attention_ds_mla(const u16* q_nope, i64 q_nope_batch, i64 q_nope_query, i64 q_nope_head,
+                         const u16* q_pe, i64 q_pe_batch, i64 q_pe_query, i64 q_pe_head, int q_aligned,
+                         const u8* kv_cache, i64 page_stride, i64 token_stride, const int* page_table,
+                         i64 table_stride, const int* work, const int* work_indptr, int* counters, u16* out,
+                         i64 out_batch, i64 out_query, i64 out_head, int out_aligned, float* lse,
+                         i64 lse_batch, i64 lse_query, i64 lse_head, float* out_partial, float* lse_partial,
+                         float softmax_scale, int causal, float lse_scale) {
+    extern __shared__ u8 dynamic_shared[];
+    const Ring ring{(shared_address(dynamic_shared) + 1023) & ~1023u};
+    const int program = blockIdx.x / ROW_TILES, row_begin = blockIdx.x % ROW_TILES * ROWS;
+
+    if (threadIdx.x >= MATH_THREADS) {
+        registers_shrink<LOAD_REGISTERS>();
+        if (threadIdx.x >= MATH_THREADS + WARP) return;
+        if (threadIdx.x == MATH_THREADS) ring.init();
+        __syncwarp();
+        named_barrier_arrive(BARRIER_READY, MATH_THREADS + WARP);
+        const Cache cache{kv_cache, page_stride, token_stride, page_table, table_stride};
+        const u64 l2_policy = ROW_TILES > 1 ? l2_evict_normal() : l2_evict_first();
+        const int last_item = __ldg(work_indptr + program + 1);
+        int position = 0;
+        for (int index = __ldg(work_indptr + program); index < last_item; index++)
+            load_item(Item::load(work, index), cache, ring, position, l2_policy);
+    } else {
+        registers_grow<MATH_REGISTERS>();
+        const Query query{q_nope,
+                          q_pe,
+                          {q_nope_batch, q_nope_query, q_nope_head},
+                          {q_pe_batch, q_pe_query, q_pe_head},
+                          q_aligned != 0};
+        const Output output{out,
+                            lse,
+                            {out_batch, out_query, out_head},
+                            {lse_batch, lse_query, lse_head},
+                            out_partial,
+                            lse_partial,
+                            out_aligned != 0,
+                            lse_scale};
+        named_barrier(BARRIER_READY, MATH_THREADS + WARP);
+        run_math(query, output, softmax_scale * LOG2_E, causal != 0, work, work_indptr + program, row_begin,
+                 counters, ring);
+    }
+}
+
+// Grid (TOTAL_ROWS, batch), LATENT / 4 threads. A request that was not split is final already.
+extern "C" __global__ void __launch_bounds__(LATENT / 4)
+    mla_merge_ds_mla(const int* split_indptr, u16* out, i64 out_batch, i64 out_query, i64 out_head,
+                     int out_aligned, float* lse, i64 lse_batch, i64 lse_query, i64 lse_head,
+                     const float* out_partial, const float* lse_partial, float lse_scale) {
+    const int row = blockIdx.x, request = blockIdx.y, latent = threadIdx.x * 4;
+    const int begin = __ldg(split_indptr + request), end = __ldg(split_indptr + request + 1);
+    if (begin == end) return;
+    const Output output{out,
+                        lse,
+                        {out_batch, out_query, out_head},
+                        {lse_batch, lse_query, lse_head},
+                        nullptr,
+                        nullptr,
+                        out_aligned != 0,
+                        lse_scale};
+    Weighted w;
+    w.add_partials(out_partial + static_cast<i64>(row) * LATENT + latent, lse_partial + row, begin, end, 1);
+    w.store(output, request, row, latent);
+}

@@ -1,0 +1,178 @@
+"""Hopper attention over an fp8_ds_mla cache, with or without its merge (docs/attention-sm90-ds-mla.md).
+
+A program takes 16 query rows; a request with more is cut into row tiles, whose programs run side by side and
+find each other's tokens in L2.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from streamla.arch import Arch
+from streamla.kernels.sm90.launch import (
+    MERGE_PARAMS,
+    TILE_N,
+    attention_params,
+    cache_view,
+    launch_attention,
+    launch_merge,
+)
+from streamla.plan import CostModel, DecodePlan
+from streamla.runtime.driver import I64, PTR, Kernel
+from streamla.runtime.nvrtc import compile_cuda
+from streamla.spec import MLASpec
+
+SOURCE = Path(__file__).with_name("attention_ds_mla.cu")
+
+ROW_STEPS = (8, 16)  # query rows that a program may hold: N of its wgmma
+MAX_ROWS = 512  # of a request: 32 programs side by side, far below the SMs of any Hopper GPU
+TOKEN_BYTES = 656
+HALF_TILE = 32
+STAGES = 4
+THREADS = 640
+MERGE_THREADS = 128
+
+# kv_cache, page stride, token stride
+_PARAMS = attention_params(PTR, I64, I64)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one cubin is compiled for.
+
+    Attributes:
+        run: tokens of one bulk copy.
+    """
+
+    num_heads: int
+    seqlen_q: int
+    page_size: int
+    run: int
+
+    @staticmethod
+    def of(spec: MLASpec, contiguous_tokens: bool = True) -> Variant:
+        """The variant for a cache whose tokens follow each other in a page without a gap, or with."""
+        run = math.gcd(spec.page_size, HALF_TILE) if contiguous_tokens else 1
+        return Variant(spec.num_heads, spec.seqlen_q, spec.page_size, run)
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {
+            "STREAMLA_NUM_HEADS": self.num_heads,
+            "STREAMLA_SEQLEN_Q": self.seqlen_q,
+            "STREAMLA_PAGE_SIZE": self.page_size,
+            "STREAMLA_ROWS": self.rows,
+            "STREAMLA_RUN": self.run,
+        }
+
+    @property
+    def rows(self) -> int:
+        """Query rows a program holds."""
+        return next((n for n in ROW_STEPS if n >= self.num_heads * self.seqlen_q), ROW_STEPS[-1])
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.num_heads * self.seqlen_q // self.rows)
+
+    @property
+    def shared_bytes(self) -> int:
+        """As `Shared` in tile.cuh has it."""
+        ring = STAGES * TILE_N * TOKEN_BYTES
+        query = 9 * self.rows * 128
+        probability, score = 2 * 4 * TILE_N * self.rows * 2, 2 * 2 * TILE_N // 2 * self.rows * 4
+        small = (2 * 16 + 2 + 1) * self.rows * 4 + (16 + 2) * 4 + 2 * STAGES * 8
+        return ring + query + probability + score + small + 1024
+
+    def cubin(self) -> bytes:
+        return compile_cuda(SOURCE, defines=self.defines)
+
+
+def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
+    return CostModel(
+        tile_n=TILE_N,
+        num_programs=max(1, arch.units // Variant.of(spec).row_tiles),
+        overhead_tiles=1,
+    )
+
+
+@functools.cache
+def attention_kernel(variant: Variant) -> Kernel:
+    return Kernel(
+        variant.cubin,
+        "mla_attention_ds_mla",
+        _PARAMS,
+        threads=THREADS,
+        shared_bytes=variant.shared_bytes,
+        cooperative=True,
+    )
+
+
+@functools.cache
+def merge_kernel(variant: Variant) -> Kernel:
+    return Kernel(variant.cubin, "mla_merge_ds_mla", MERGE_PARAMS, threads=MERGE_THREADS)
+
+
+def attention(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_scale: float,
+) -> None:
+    """Finish requests that were not split; leave partials of the others."""
+    _launch(
+        q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, False
+    )
+
+
+def decode(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_scale: float,
+) -> None:
+    """Attention and merge in one launch."""
+    _launch(
+        q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, True
+    )
+
+
+def _launch(
+    q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges
+) -> None:  # fmt: skip
+    cache = cache_view(kv_cache)
+    variant = Variant.of(plan.spec, cache[2] == plan.spec.row_bytes)
+    launch_attention(
+        attention_kernel(variant), plan.cost.num_programs * variant.row_tiles, q_nope, q_pe, cache,
+        page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges,
+    )  # fmt: skip
+
+
+def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
+    """Finish the split requests from their partials, in a launch of its own."""
+    launch_merge(merge_kernel(Variant.of(plan.spec)), plan, out, lse, lse_scale)
+
+
+def warmup(spec: MLASpec) -> None:
+    """Compile and load the kernels of `spec` on the current device."""
+    variant = Variant.of(spec)
+    attention_kernel(variant).load()
+    merge_kernel(variant).load()

@@ -1,0 +1,40 @@
+// The end of an item over fp8_ds_mla rows: as finish.cuh has it, with this format's latents and units.
+#pragma once
+
+#include "ds_mla_softmax.cuh"
+#include "finish.cuh"
+
+namespace streamla {
+
+// 4 latents of a thread that follow each other in each group of its half; the neighbour in g has the next 4.
+struct RangePerGroup {
+    DEVICE static float value_unit(u32 shared, int team) { return streamla::value_unit(shared, team); }
+
+    DEVICE static void store_floats(float* row, const float (&v)[THREAD_LATENTS], bool exists, int run,
+                                    const Lane& lane) {
+        if (!exists) return;
+#pragma unroll
+        for (int i = 0; i < HALF_GROUPS; i++)
+            *reinterpret_cast<float4*>(row + first_group_latent(lane, i)) =
+                make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+    }
+    DEVICE static void store_bfloats(u16* row, const float (&v)[THREAD_LATENTS], bool aligned, int run,
+                                     const Lane& lane) {
+#pragma unroll
+        for (int i = 0; i < HALF_GROUPS; i++) {
+            u16* p = row + first_group_latent(lane, i);
+            const uint2 pairs = {pack_bfloat2(v[4 * i], v[4 * i + 1]), pack_bfloat2(v[4 * i + 2], v[4 * i + 3])};
+            if (aligned) {
+                *reinterpret_cast<uint2*>(p) = pairs;
+            } else {
+                p[0] = static_cast<u16>(pairs.x);
+                p[1] = static_cast<u16>(pairs.x >> 16);
+                p[2] = static_cast<u16>(pairs.y);
+                p[3] = static_cast<u16>(pairs.y >> 16);
+            }
+        }
+    }
+};
+static_assert(RUNS == 1 && GROUP_THREAD_LATENTS == 4, "a quad of accumulators is of one group");
+
+}  // namespace streamla
