@@ -98,7 +98,13 @@ class Step:
 
 @pytest.mark.parametrize(
     ("num_heads", "kv_format", "seqlen_q"),
-    [(16, "fp8_e4m3fn", 1), (8, "fp8_e4m3fn", 2), (16, "bf16", 1), (64, "fp8_e4m3fn", 1)],
+    [
+        (16, "fp8_e4m3fn", 1),
+        (8, "fp8_e4m3fn", 2),
+        (16, "bf16", 1),
+        (16, "fp8_ds_mla", 1),
+        (64, "fp8_e4m3fn", 1),
+    ],
 )
 def test_overlapped_layers_are_those_in_order(tmp_path, num_heads, kv_format, seqlen_q, seed):
     (tmp_path / "produce.cu").write_text(PRODUCER)

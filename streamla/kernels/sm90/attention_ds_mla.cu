@@ -146,6 +146,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == MATH_THREADS) ring.init();
         __syncwarp();
         named_barrier_arrive(BARRIER_READY, MATH_THREADS + WARP);
+        wait_for_previous_grid();
+        allow_next_grid();
         const Cache cache{kv_cache, page_stride, token_stride, page_table, table_stride};
         const u64 l2_policy = ROW_TILES > 1 ? l2_evict_normal() : l2_evict_first();
         const int last_item = __ldg(work_indptr + program + 1);
@@ -154,6 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             load_item(Item::load(work, index), cache, ring, position, l2_policy);
     } else {
         registers_grow<MATH_REGISTERS>();
+        wait_for_previous_grid();
         const Query query{q_nope,
                           q_pe,
                           {q_nope_batch, q_nope_query, q_nope_head},

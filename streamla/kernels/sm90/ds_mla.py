@@ -109,6 +109,7 @@ def attention_kernel(variant: Variant) -> Kernel:
         threads=THREADS,
         shared_bytes=variant.shared_bytes,
         cooperative=True,
+        pdl=True,
     )
 
 
