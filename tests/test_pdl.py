@@ -6,6 +6,7 @@ import torch
 import streamla
 from streamla import MLASpec
 from streamla.arch import arch_of
+from streamla.formats import encode_rows
 from streamla.runtime.driver import I64, PTR, Kernel
 from streamla.runtime.nvrtc import compile_cuda
 from streamla.select import select
@@ -60,7 +61,7 @@ class Step:
             device=device,
         )
         rows = values(sum(pages), spec.page_size, spec.head_dim)
-        self.cache = rows.to(spec.kv_format.storage_dtype)
+        self.cache = encode_rows(rows, spec)
         self.sources = values(LAYERS, tokens, spec.num_heads, spec.head_dim)
         self.new_rows = values(LAYERS, tokens, spec.head_dim)
         self.query = torch.empty_like(self.sources[0])
