@@ -1,6 +1,8 @@
 # make test    linters, type checker and tests; needs no GPU
 # make bench   the benchmark on this machine: on a GPU the grid of 20 shapes, without one a small grid on
 #              the CPU; and the lengths of a request trace, if TRACE names one
+# make results every number of README and of the folder OUT, beside the peers that are installed: minutes of a GPU.
+#              TRACE adds its traffic; OTHERS names a folder of the peers that cannot share a process with the rest
 # make figures the figures of README from the results in FROM, as they were committed
 # make lint    linters and type checker
 #
@@ -13,7 +15,9 @@ TRACE ?= $(firstword $(wildcard ../shared/data/*trace.jsonl))
 CONCURRENCY ?= 1,4,16,64,256
 RESULTS ?=
 PEERS ?= none
-FROM ?= benchmarks/results/h200/blog.json
+OUT ?= benchmarks/results/h200
+OTHERS ?=
+FROM ?= $(OUT)/blog.json
 
 # A torch that is installed already knows its GPU; without a GPU the CPU build is enough, and naming one
 # version keeps pip from fetching gigabytes of CUDA. Triton 3.6.0 is what runs there as an interpreter.
@@ -30,7 +34,7 @@ INSTALLED_bench := $(VENV)/.installed-bench
 INSTALLED_dev := $(VENV)/.installed-dev
 endif
 
-.PHONY: help test lint bench figures clean use-installed-bench use-installed-dev
+.PHONY: help test lint bench results tables figures clean use-installed-bench use-installed-dev
 .DEFAULT_GOAL := help
 
 help:
@@ -45,12 +49,36 @@ lint: $(INSTALLED_dev)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+BENCH = $(PY) -m streamla bench
+
 bench: $(INSTALLED_bench)
-	$(PY) -m streamla bench --grid blog --peers $(PEERS) $(if $(RESULTS),--json $(RESULTS)/blog.json)
-	$(if $(TRACE),$(PY) -m streamla bench --trace $(TRACE) --concurrency $(CONCURRENCY) $(if $(RESULTS),--json $(RESULTS)/ragged.json))
+	$(BENCH) --grid blog --peers $(PEERS) $(if $(RESULTS),--json $(RESULTS)/blog.json)
+	$(if $(TRACE),$(BENCH) --trace $(TRACE) --concurrency $(CONCURRENCY) $(if $(RESULTS),--json $(RESULTS)/ragged.json))
+
+# Fast kernels first and together. Slow ones are measured apart: interleaved with them, ours would run on a hotter GPU
+# at lower clocks.
+results: $(INSTALLED_bench)
+	$(BENCH) --grid blog --peers flashmla-a8w8,flashmla-bf16,fa3-qv --json $(OUT)/blog.json
+	$(BENCH) --grid blog --format bf16 --peers fa3-qv --json $(OUT)/blog-bf16.json
+	$(BENCH) --grid heads,mtp --peers flashmla-a8w8,fa3-qv --json $(OUT)/heads.json
+	$(BENCH) --grid pages,small --json $(OUT)/grids.json
+	$(BENCH) --grid formats --peers flashmla-a8w8,fa3-qv --energy --json $(OUT)/formats.json
+	$(if $(TRACE),$(BENCH) --trace $(TRACE) --concurrency $(CONCURRENCY) --samples 3 --json $(OUT)/ragged.json)
+	$(BENCH) --grid blog --impl portable --peers flashinfer-fa2,flashinfer-fa3,flashinfer-fa2-bf16,flashinfer-fa3-bf16,vllm-triton,torch-eager --json $(OUT)/peers.json
+	$(BENCH) --grid blog --impl none --peers torch-sdpa --max-tokens 128K --json $(OUT)/sdpa.json
+	$(if $(OTHERS),PYTHONPATH=$(OTHERS):$$PYTHONPATH $(BENCH) --grid blog --impl none --peers flashmla-tokenspeed,tileops,tileops-bf16 --json $(OUT)/others.json)
+	$(PY) -m streamla verify --failures --json $(OUT)/verify.json
+	$(PY) -m streamla verify --impl portable --failures --json $(OUT)/verify-portable.json
+	$(MAKE) tables figures
+
+RUNS = blog blog-bf16 heads formats grids ragged peers sdpa others
+
+tables: $(INSTALLED_bench)
+	$(BENCH) collect $(wildcard $(RUNS:%=$(OUT)/%.json)) --json $(OUT)/attention.json
+	$(BENCH) tables $(OUT)/attention.json --into README.md --into $(OUT)/README.md
 
 figures: $(INSTALLED_bench)
-	$(PY) -m streamla bench report $(FROM) --out docs/figures --formats svg --no-page
+	$(BENCH) report $(FROM) --out docs/figures --formats svg --no-page
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(if $(GPU),--system-site-packages) $(VENV)

@@ -84,6 +84,17 @@ def ragged(records: Sequence[dict]) -> str:
     return _table(["requests", *["tokens: us / floor"] * width], rows)
 
 
+def energy(records: Sequence[dict]) -> str:
+    """Joules of the whole GPU for reading a million cached tokens, 16 heads."""
+    found = [r for r in records if r["joules_per_mtoken"]]
+    rows = []
+    for name, form in dict.fromkeys((r["impl"], r["kv_format"]) for r in found):
+        shapes = _on([r for r in _named(found, name) if r["kv_format"] == form])
+        cells = (shapes.get(probe) for probe in PROBES)
+        rows.append([f"{name}, {form}", *(three_digits(r["joules_per_mtoken"]) if r else "-" for r in cells)])  # fmt: skip
+    return _table(["J for 1M tokens", *_probe_texts()], rows)
+
+
 def goals(records: Sequence[dict]) -> str:
     """What was aimed at, 16 heads and fp8 unless said, and what was measured: the worst shape of each."""
     found = _ours(_grid(records, "blog", kv_format=FORMAT))
@@ -111,7 +122,7 @@ def goals(records: Sequence[dict]) -> str:
 
 
 TABLES: dict[str, Callable[[Sequence[dict]], str]] = {
-    f.__name__: f for f in (blog, peers, others, goals, all_peers, axes, bf16, ragged)
+    f.__name__: f for f in (blog, peers, others, goals, all_peers, axes, bf16, ragged, energy)
 }
 
 
