@@ -128,6 +128,7 @@ class FakeFlashInfer:
         def run(self, q_nope, q_pe, ckv, kpe, ckv_scale=None, kpe_scale=None):
             q_indptr, kv_indptr, indices, lengths, scale, dtype = self.planned
             assert ckv.dtype == dtype
+            assert ckv_scale is None or isinstance(ckv_scale, float)
             q = torch.cat((q_nope, q_pe), -1)
             cache = torch.cat((stored(ckv, ckv_scale), stored(kpe, kpe_scale)), -1)
             outs = []

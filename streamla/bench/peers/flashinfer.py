@@ -50,9 +50,12 @@ class FlashInfer(Peer):
             self.library.mla.BatchMLAPagedAttentionWrapper(workspace, backend=self.backend)
             for _ in indices
         ]
-        scales = {} if cache.dtype == torch.bfloat16 else {
-            "ckv_scale": inputs.k_scale, "kpe_scale": inputs.k_scale
-        }  # fmt: skip
+        scales = {}
+        if cache.dtype != torch.bfloat16 and inputs.k_scale is not None:
+            scale = float(
+                inputs.k_scale
+            )  # numbers on the host: a tensor would be read back in every call
+            scales = {"ckv_scale": scale, "kpe_scale": scale}
 
         def plan_region(region: int) -> None:
             wrappers[region].plan(
