@@ -34,7 +34,7 @@ INSTALLED_bench := $(VENV)/.installed-bench
 INSTALLED_dev := $(VENV)/.installed-dev
 endif
 
-.PHONY: help test lint bench results tables figures clean use-installed-bench use-installed-dev
+.PHONY: help test lint bench results measured others verified tables figures clean use-installed-bench use-installed-dev
 .DEFAULT_GOAL := help
 
 help:
@@ -57,7 +57,7 @@ bench: $(INSTALLED_bench)
 
 # Fast kernels first and together. Slow ones are measured apart: interleaved with them, ours would run on a hotter GPU
 # at lower clocks.
-results: $(INSTALLED_bench)
+measured: $(INSTALLED_bench)
 	$(BENCH) --grid blog --peers flashmla-a8w8,flashmla-bf16,fa3-qv --json $(OUT)/blog.json
 	$(BENCH) --grid blog --format bf16 --peers fa3-qv --json $(OUT)/blog-bf16.json
 	$(BENCH) --grid heads,mtp --peers flashmla-a8w8,fa3-qv --json $(OUT)/heads.json
@@ -66,9 +66,16 @@ results: $(INSTALLED_bench)
 	$(if $(TRACE),$(BENCH) --trace $(TRACE) --concurrency $(CONCURRENCY) --samples 3 --json $(OUT)/ragged.json)
 	$(BENCH) --grid blog --impl portable --peers flashinfer-fa2,flashinfer-fa3,flashinfer-fa2-bf16,flashinfer-fa3-bf16,vllm-triton,torch-eager --json $(OUT)/peers.json
 	$(BENCH) --grid blog --impl none --peers torch-sdpa --max-tokens 128K --json $(OUT)/sdpa.json
-	$(if $(OTHERS),PYTHONPATH=$(OTHERS):$$PYTHONPATH $(BENCH) --grid blog --impl none --peers flashmla-tokenspeed,tileops,tileops-bf16 --json $(OUT)/others.json)
+	$(if $(OTHERS),$(MAKE) others)
+
+others: $(INSTALLED_bench)
+	PYTHONPATH=$(OTHERS):$$PYTHONPATH $(BENCH) --grid blog --impl none --peers flashmla-tokenspeed,tileops,tileops-bf16 --json $(OUT)/others.json
+
+verified: $(INSTALLED_bench)
 	$(PY) -m streamla verify --failures --json $(OUT)/verify.json
 	$(PY) -m streamla verify --impl portable --failures --json $(OUT)/verify-portable.json
+
+results: verified measured
 	$(MAKE) tables figures
 
 RUNS = blog blog-bf16 heads formats grids ragged peers sdpa others
