@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from streamla.version import __version__
 
 if TYPE_CHECKING:
-    from streamla.api import attention, decode, epilogue, merge, plan, support, warmup
+    from streamla.api import attention, decode, decode_step, epilogue, merge, plan, support, warmup
     from streamla.plan import DecodePlan
     from streamla.spec import KVFormat, MLASpec
 
@@ -23,6 +23,7 @@ _HOMES = {
     "MLASpec": "streamla.spec",
     "attention": "streamla.api",
     "decode": "streamla.api",
+    "decode_step": "streamla.api",
     "epilogue": "streamla.api",
     "merge": "streamla.api",
     "plan": "streamla.api",
@@ -32,7 +33,7 @@ _HOMES = {
 
 __all__ = [
     "DecodePlan", "KVFormat", "MLASpec", "__version__",
-    "attention", "decode", "epilogue", "merge", "plan", "support", "warmup",
+    "attention", "decode", "decode_step", "epilogue", "merge", "plan", "support", "warmup",
 ]  # fmt: skip
 
 

@@ -4,8 +4,11 @@
     q = streamla.epilogue(q_nope, q_pe, kv_c, k_pe, kv_cache, slots, spec)     # once a layer
     out = streamla.decode(q, kv_cache, page_table, plan, softmax_scale=scale)  # once a layer
 
-No call synchronises with the device, and with `out=` and `lse=` none allocates, so all of them may be
-captured in a CUDA graph once `warmup` has compiled what they launch.
+`decode_step` is the last two in one, without a launch of the epilogue where a kernel can do it.
+
+No call synchronises with the device, and with `out=` and `lse=` none allocates but a `decode_step` that
+launches the epilogue, so all of them may be captured in a CUDA graph once `warmup` has compiled what
+they launch.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 from streamla import checks, checks_epilogue, ops
 from streamla.arch import arch_of
 from streamla.plan import CostModel, DecodePlan, empty_plan
-from streamla.select import refusals, select
+from streamla.select import answers, select
 from streamla.spec import KVFormat, MLASpec
 
 
@@ -65,7 +68,7 @@ def plan(
             batch, spec, chosen, CostModel(*cost), device, max_seqlen, batch_invariant
         )  # fmt: skip
     else:
-        _check_reused(out, spec, batch, device, max_seqlen, batch_invariant, impl)
+        checks.check_reused(out, spec, batch, device, max_seqlen, batch_invariant, impl)
     torch.ops.streamla.plan(cache_seqlens, *ops.plan_arguments(out))
     return out
 
@@ -84,29 +87,6 @@ def _choose_epilogue(spec: MLASpec, device: torch.device, impl: str) -> str:
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler.
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _choose_epilogue._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _check_reused(
-    out: DecodePlan,
-    spec: MLASpec,
-    batch: int,
-    device: torch.device,
-    max_seqlen: int | None,
-    batch_invariant: bool,
-    impl: str,
-) -> None:
-    if not isinstance(out, DecodePlan):
-        raise TypeError(f"out: need a DecodePlan; got {type(out).__name__}")
-    for name, need, got in (
-        ("spec", spec, out.spec),
-        ("batch", batch, out.batch),
-        ("device", device, out.device),
-        ("max_seqlen", max_seqlen, out.max_seqlen),
-        ("batch_invariant", batch_invariant, out.batch_invariant),
-        ("impl", out.impl if impl == "auto" else impl, out.impl),
-    ):
-        if need != got:
-            raise ValueError(f"out: need a plan with {name} {need}; got {got}")
 
 
 def attention(
@@ -147,7 +127,7 @@ def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, *, lse_base: s
     Raises:
         ValueError, TypeError: an argument is not as above.
     """
-    _check_plan(plan)
+    checks.check_plan(plan)
     lse_scale = checks.check_lse_base(lse_base)
     out, lse = checks.outputs(out, lse, plan)
     torch.ops.streamla.merge(*ops.plan_arguments(plan), out, lse, lse_scale)
@@ -283,28 +263,93 @@ def epilogue(
     return q_out if q_out.shape[0] == tokens else q_out[:tokens]
 
 
+def decode_step(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    *,
+    softmax_scale: float,
+    positions: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    rope: str | None = None,
+    k_scale: torch.Tensor | None = None,
+    reserved_slot: int | None = None,
+    causal: bool = True,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    lse_base: str = "e",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`epilogue` with a bf16 query, then `decode`: the same bits in `out`, `lse` and the cache.
+
+    One launch where `support` says so: attention rotates the query and the new rows, writes those to the
+    cache, and reads the bytes it stored. Elsewhere the epilogue is launched first.
+
+    Args:
+        q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping: as for `epilogue`, with
+            tokens = batch * seqlen_q: token b * seqlen_q + i is query i of request b.
+        slot_mapping: a slot that is written is the token's place in the page table, too; a token that
+            writes no row reads what is there.
+        positions, cos_sin, rope, k_scale, reserved_slot: as for `epilogue`.
+        page_table, plan, softmax_scale, causal, out, lse, return_lse, lse_base: as for `decode`.
+
+    Returns:
+        out (batch, seqlen_q, num_heads, kv_lora_rank), or (out, lse).
+
+    Raises:
+        ValueError, TypeError: as `epilogue` and `decode`. That a slot is the token's place in the page
+            table is checked where other values are: on the CPU, and with STREAMLA_DEBUG=1.
+    """
+    checks.check_plan(plan)
+    spec, device = plan.spec, plan.device
+    tokens = plan.batch * spec.seqlen_q
+    checks_epilogue.check_inputs(
+        q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, spec, reserved_slot, tokens, device
+    )
+    checks_epilogue.check_rope(positions, cos_sin, rope, tokens, spec, device)
+    checks_epilogue.check_values(slot_mapping, positions, cos_sin, kv_cache, spec, reserved_slot)
+    shared = _shared_arguments(
+        kv_cache, page_table, plan, softmax_scale, k_scale, causal, out, lse, lse_base
+    )
+    checks_epilogue.check_places(slot_mapping, page_table, plan, reserved_slot)
+    torch.ops.streamla.decode_step(
+        q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin, rope, k_scale, reserved_slot,
+        page_table, *shared,
+    )  # fmt: skip
+    out, lse = shared[-5], shared[-4]
+    return (out, lse) if return_lse else out
+
+
 def _arguments(
     q, kv_cache, page_table, plan, softmax_scale, q_pe, k_scale, causal, out, lse, lse_base
 ) -> tuple:
     """Checked arguments in the order of the ops."""
-    _check_plan(plan)
-    q_nope, q_rope = checks.split_query(q, q_pe, plan)
+    checks.check_plan(plan)
+    query = checks.split_query(q, q_pe, plan)
+    shared = _shared_arguments(
+        kv_cache, page_table, plan, softmax_scale, k_scale, causal, out, lse, lse_base
+    )
+    return (*query, kv_cache, k_scale, page_table, *shared)
+
+
+def _shared_arguments(
+    kv_cache, page_table, plan, softmax_scale, k_scale, causal, out, lse, lse_base
+) -> tuple:
+    """The plan, the outputs and the options, in the order of the ops; all arguments are checked."""
     checks.check_cache(kv_cache, plan.spec, plan.device)
     checks.check_page_table(page_table, kv_cache, plan)
-    k_scale = checks.check_k_scale(k_scale, plan)
+    checks.check_one_scale("k_scale", k_scale, plan.spec.kv_format, "cache", plan.device)
     softmax_scale = checks.check_scale(softmax_scale)
     lse_scale = checks.check_lse_base(lse_base)
     if not isinstance(causal, bool):
         raise TypeError(f"causal: need a bool; got {type(causal).__name__}")
     out, lse = checks.outputs(out, lse, plan)
-    inputs = (q_nope, q_rope, kv_cache, k_scale, page_table)
-    options = (softmax_scale, causal, lse_scale)
-    return (*inputs, *ops.plan_arguments(plan), out, lse, *options)
-
-
-def _check_plan(plan: DecodePlan) -> None:
-    if not isinstance(plan, DecodePlan):
-        raise TypeError(f"plan: need a DecodePlan from streamla.plan; got {type(plan).__name__}")
+    return (*ops.plan_arguments(plan), out, lse, softmax_scale, causal, lse_scale)
 
 
 def warmup(
@@ -331,18 +376,13 @@ def warmup(
 
 
 def support(device: torch.device | str | None = None) -> str:
-    """The support matrix of this machine: for each cache format, who serves it and why others do not."""
+    """The support matrix of this machine: for each cache format, who serves it, in how many launches a
+    `decode_step`, and why others do not."""
     arch = arch_of(_device(device))
     lines = [f"{arch.name} ({arch.target}, {arch.units} units)"]
     for kv_format in KVFormat:
         spec = dataclasses.replace(MLASpec(num_heads=16), kv_format=kv_format)
-        answers = refusals(spec, arch)
-        chosen = next((name for name, reason in answers.items() if reason is None), "none")
-        lines.append(f"  {kv_format.value:14} {chosen}")
-        epilogue = select(spec, arch, epilogue=True).name if chosen != "none" else chosen
-        if epilogue != chosen:
-            lines.append(f"    epilogue: {epilogue}")
-        lines += [f"    not {name}: {reason}" for name, reason in answers.items() if reason]
+        lines += answers(spec, arch)
     return "\n".join(lines)
 
 

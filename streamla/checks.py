@@ -64,6 +64,34 @@ def check_workspace(
         )
 
 
+def check_plan(plan: DecodePlan) -> None:
+    if not isinstance(plan, DecodePlan):
+        raise TypeError(f"plan: need a DecodePlan from streamla.plan; got {type(plan).__name__}")
+
+
+def check_reused(
+    out: DecodePlan,
+    spec: MLASpec,
+    batch: int,
+    device: torch.device,
+    max_seqlen: int | None,
+    batch_invariant: bool,
+    impl: str,
+) -> None:
+    if not isinstance(out, DecodePlan):
+        raise TypeError(f"out: need a DecodePlan; got {type(out).__name__}")
+    for name, need, got in (
+        ("spec", spec, out.spec),
+        ("batch", batch, out.batch),
+        ("device", device, out.device),
+        ("max_seqlen", max_seqlen, out.max_seqlen),
+        ("batch_invariant", batch_invariant, out.batch_invariant),
+        ("impl", out.impl if impl == "auto" else impl, out.impl),
+    ):
+        if need != got:
+            raise ValueError(f"out: need a plan with {name} {need}; got {got}")
+
+
 def check_lengths(cache_seqlens: torch.Tensor, max_seqlen: int | None) -> None:
     if not isinstance(cache_seqlens, torch.Tensor):
         raise TypeError(f"cache_seqlens: need a tensor; got {type(cache_seqlens).__name__}")
@@ -167,11 +195,6 @@ def check_pages(page_table: torch.Tensor, num_pages: int, plan: DecodePlan) -> N
                 f"page_table: need page ids in [0, {num_pages}) in the first {needed} columns of "
                 f"request {request}; got {int(ids.min())} to {int(ids.max())}"
             )
-
-
-def check_k_scale(k_scale: torch.Tensor | None, plan: DecodePlan) -> torch.Tensor | None:
-    check_one_scale("k_scale", k_scale, plan.spec.kv_format, "cache", plan.device)
-    return k_scale
 
 
 def check_one_scale(

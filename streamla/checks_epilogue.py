@@ -16,6 +16,7 @@ from streamla.checks import (
     check_written,
     values_are_checked,
 )
+from streamla.plan import LENGTH_CLAMPED, DecodePlan
 from streamla.spec import KVFormat, MLASpec
 
 ROPES = ("interleaved", "neox")
@@ -30,16 +31,20 @@ def check_inputs(
     slot_mapping: torch.Tensor,
     spec: MLASpec,
     reserved_slot: int | None,
+    tokens: int | None = None,
+    device: torch.device | None = None,
 ) -> None:
-    """The projections, the cache and the slots fit together."""
+    """The projections, the cache and the slots fit together, and `tokens` and `device` if given."""
     if not isinstance(q_nope, torch.Tensor):
         raise TypeError(f"q_nope: need a tensor; got {type(q_nope).__name__}")
     if q_nope.dim() != 3:
         raise ValueError(
-            f"q_nope: need shape (tokens, {spec.num_heads}, {spec.kv_lora_rank}); "
-            f"got {tuple(q_nope.shape)}"
+            f"q_nope: need shape ({'tokens' if tokens is None else tokens}, {spec.num_heads}, "
+            f"{spec.kv_lora_rank}); got {tuple(q_nope.shape)}"
         )
-    tokens, device, bf16 = q_nope.shape[0], q_nope.device, torch.bfloat16
+    tokens = q_nope.shape[0] if tokens is None else tokens
+    device = q_nope.device if device is None else device
+    bf16 = torch.bfloat16
     latent, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
     check_tensor("q_nope", q_nope, (tokens, spec.num_heads, latent), bf16, device)
     check_tensor("q_pe", q_pe, (tokens, spec.num_heads, rope), bf16, device)
@@ -136,9 +141,7 @@ def check_values(
         return
     pool = kv_cache.shape[0] * spec.page_size
     slots = slot_mapping.cpu()
-    writes = slots >= 0
-    if reserved_slot is not None:
-        writes &= slots != reserved_slot
+    writes = _written(slots, reserved_slot)
     used = slots[writes]
     if not used.numel():
         return
@@ -162,3 +165,45 @@ def check_values(
                 f"positions: need [0, {cos_sin.shape[0]}), the rows of cos_sin, for tokens that write a "
                 f"row; got {int(own[token])} for token {token}"
             )
+
+
+def _written(slots: torch.Tensor, reserved_slot: int | None) -> torch.Tensor:
+    writes = slots >= 0
+    if reserved_slot is not None:
+        writes &= slots != reserved_slot
+    return writes
+
+
+def check_places(
+    slot_mapping: torch.Tensor,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    reserved_slot: int | None,
+) -> None:
+    """Attention finds each new row where it is written: its slot is its place in the page table.
+
+    Waits for the device, where it checks at all. The page table has been checked.
+    """
+    if not slot_mapping.numel() or not values_are_checked(slot_mapping.device):
+        return
+    spec = plan.spec
+    slots = slot_mapping.cpu()
+    lengths = torch.zeros(plan.batch, dtype=torch.int64)
+    for request, _, _, seqlen, *_ in plan.work[: int(plan.work_indptr[-1])].tolist():
+        lengths[request] = seqlen
+    if int(plan.status) & LENGTH_CLAMPED:  # what was cut off has no place
+        lengths[lengths == plan.max_seqlen] = 0
+    request = torch.arange(len(slots)) // spec.seqlen_q
+    token = lengths[request] - spec.seqlen_q + torch.arange(len(slots)) % spec.seqlen_q
+    checked = (_written(slots, reserved_slot) & (token >= 0)).nonzero()[:, 0]
+    request, token = request[checked], token[checked]
+    pages = page_table.cpu()[request, token // spec.page_size].long()
+    places = pages * spec.page_size + token % spec.page_size
+    wrong = (places != slots[checked]).nonzero()[:, 0]
+    if wrong.numel():
+        k = int(wrong[0])
+        raise ValueError(
+            f"slot_mapping: need the token's place in the page table; got {int(slots[checked[k]])} for token "
+            f"{int(checked[k])}, which is token {int(token[k])} of request {int(request[k])}, at "
+            f"{int(places[k])}"
+        )

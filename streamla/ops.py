@@ -10,9 +10,11 @@ from types import ModuleType
 
 import torch
 
+from streamla.arch import arch_of
 from streamla.plan import CostModel, DecodePlan
-from streamla.select import IMPLS
+from streamla.select import IMPLS, select
 from streamla.spec import KVFormat, MLASpec
+from streamla.step import NewTokens
 
 _PLAN = (
     "Tensor{0} work, Tensor{1} work_indptr, Tensor{2} split_indptr, Tensor{3} status, "
@@ -42,6 +44,11 @@ library.define(
     "Tensor slot_mapping, Tensor(b!) q_out, Tensor? positions, Tensor? cos_sin, str? rope, "
     "Tensor? q_scale, Tensor? k_scale, str q_format, int? reserved_slot, bool inputs_ready, "
     "str facts) -> ()"
+)
+library.define(
+    "decode_step(Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, "
+    "Tensor slot_mapping, Tensor? positions, Tensor? cos_sin, str? rope, Tensor? k_scale, "
+    f"int? reserved_slot, Tensor page_table, {_worked}, {_OUTPUTS}, {_OPTIONS}) -> ()"
 )
 
 
@@ -128,6 +135,34 @@ def _epilogue(
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024)
+def _epilogue_module(spec: MLASpec, device: torch.device) -> ModuleType:
+    return select(spec, arch_of(device), epilogue=True).load()
+
+
+def _decode_step(
+    q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, positions, cos_sin, rope, k_scale, reserved_slot,
+    page_table, *rest,
+):  # fmt: skip
+    plan_args, (out, lse, *options) = rest[:8], rest[8:]
+    module, plan = _rebuild(*plan_args)
+    spec = plan.spec
+    if next(i for i in IMPLS if i.name == plan.impl).why_two_launches(spec) is None:
+        new = NewTokens(kv_c, k_pe, slot_mapping, positions, cos_sin, rope, reserved_slot)
+        module.decode_step(
+            q_nope, q_pe, new, kv_cache, k_scale, page_table, plan, out, lse, *options
+        )
+        return
+    q = q_nope.new_empty((*q_nope.shape[:2], spec.head_dim))
+    _epilogue_module(spec, q.device).epilogue(
+        q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, q, spec, positions, cos_sin, rope,
+        None, k_scale, KVFormat.BF16, reserved_slot, False,
+    )  # fmt: skip
+    q = q.unflatten(0, (plan.batch, spec.seqlen_q))
+    halves = q[..., : spec.kv_lora_rank], q[..., spec.kv_lora_rank :]
+    module.decode(*halves, kv_cache, k_scale, page_table, plan, out, lse, *options)
+
+
 def _nothing(*arguments):
     """The fake of an op that only writes: no new tensor, so no shape to tell."""
 
@@ -138,6 +173,7 @@ for _name, _op in (
     ("merge", _merge),
     ("decode", _run("decode")),
     ("epilogue", _epilogue),
+    ("decode_step", _decode_step),
 ):
     library.impl(_name, _op, "CompositeExplicitAutograd")
     torch.library.register_fake(f"streamla::{_name}", _nothing, lib=library)

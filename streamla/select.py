@@ -16,19 +16,21 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Impl:
-    """An implementation of plan, attention, merge and decode.
+    """An implementation of plan, epilogue, attention, merge and decode.
 
     Attributes:
         name: what `impl=` takes.
         module: imported at first use; see `kernels/portable` for the functions it has.
         why_not: None if it serves this spec on this GPU, else the reason as a sentence.
         why_no_epilogue: the same for the epilogue, which is chosen by itself.
+        why_two_launches: None if its `decode_step` needs no epilogue, else the reason as a sentence.
     """
 
     name: str
     module: str
     why_not: Callable[[MLASpec, Arch], str | None]
     why_no_epilogue: Callable[[MLASpec, Arch], str | None]
+    why_two_launches: Callable[[MLASpec], str | None]
 
     def load(self) -> ModuleType:
         return importlib.import_module(self.module)
@@ -54,16 +56,45 @@ def _why_not_portable(spec: MLASpec, arch: Arch) -> str | None:
     return None
 
 
+def _two_launches_sm90(spec: MLASpec) -> str | None:
+    return importlib.import_module("streamla.kernels.sm90").why_two_launches(spec)
+
+
+def _two_launches(spec: MLASpec) -> str | None:
+    return "its attention takes the whole query and a cache that is complete"
+
+
 IMPLS = (  # the first that serves is chosen
-    Impl("sm90", "streamla.kernels.sm90", _why_not_sm90, _why_no_epilogue_sm90),
-    Impl("reference", "streamla.reference", _why_not_reference, _why_not_reference),
-    Impl("portable", "streamla.kernels.portable", _why_not_portable, _why_not_portable),
+    Impl("sm90", "streamla.kernels.sm90", _why_not_sm90, _why_no_epilogue_sm90, _two_launches_sm90),
+    Impl("reference", "streamla.reference", _why_not_reference, _why_not_reference, _two_launches),
+    Impl(
+        "portable", "streamla.kernels.portable", _why_not_portable, _why_not_portable, _two_launches
+    ),
 )
 
 
 def refusals(spec: MLASpec, arch: Arch) -> dict[str, str | None]:
     """Every implementation's answer for this spec and GPU: None if it serves, else why not."""
     return {impl.name: impl.why_not(spec, arch) for impl in IMPLS}
+
+
+def launches(impl: str, spec: MLASpec) -> str:
+    """How the implementation called `impl` runs `decode_step`."""
+    reason = next(i for i in IMPLS if i.name == impl).why_two_launches(spec)
+    return "one launch" if reason is None else f"epilogue, then decode: {reason}"
+
+
+def answers(spec: MLASpec, arch: Arch) -> list[str]:
+    """Who serves a cache format, in how many launches a `decode_step`, and why others do not, as lines."""
+    reasons = refusals(spec, arch)
+    chosen = next((name for name, reason in reasons.items() if reason is None), "none")
+    lines = [f"  {spec.kv_format.value:14} {chosen}"]
+    if chosen != "none":
+        epilogue = select(spec, arch, epilogue=True).name
+        if epilogue != chosen:
+            lines.append(f"    epilogue: {epilogue}")
+        lines.append(f"    decode_step: {launches(chosen, spec)}")
+    return lines + [f"    not {name}: {reason}" for name, reason in reasons.items() if reason]
 
 
 def select(spec: MLASpec, arch: Arch, impl: str = AUTO, epilogue: bool = False) -> Impl:

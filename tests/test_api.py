@@ -352,7 +352,15 @@ def test_warmup_and_support():
     with pytest.raises(ValueError, match="batch_sizes"):
         streamla.warmup(CASE.spec, [-1], impl="reference", device="cpu")
     text = streamla.support("cpu")
-    for name in ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_ds_mla", "reference", "not sm90"):
+    for name in (
+        "bf16",
+        "fp8_e4m3fn",
+        "fp8_e4m3fnuz",
+        "fp8_ds_mla",
+        "reference",
+        "not sm90",
+        "epilogue, then",
+    ):
         assert name in text
 
 

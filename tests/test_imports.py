@@ -14,7 +14,7 @@ ROOT = Path(streamla.__file__).parent
 # A module imports only from its own layer or those before it.
 LAYERS = (
     ("version", "spec", "arch"),
-    ("formats", "plan", "reference"),
+    ("formats", "plan", "reference", "step"),
     ("runtime",),
     ("kernels",),
     ("select",),

@@ -237,7 +237,7 @@ def _write_pages(
         if case.data == "odd-scales":
             _change_scales(spec, rows, generator)
         if poison is not None:
-            rows[position >= lengths[request]] = _poison_row(spec, poison, device)
+            rows[position >= lengths[request]] = poison_row(spec, poison, device)
         pool[physical[chunk : chunk + step]] = rows.unflatten(0, (-1, page_size))
 
 
@@ -262,7 +262,7 @@ def _change_scales(spec: MLASpec, rows: torch.Tensor, generator: torch.Generator
     stored.copy_(scales.view(torch.uint8))
 
 
-def _poison_row(spec: MLASpec, poison: str, device: torch.device) -> torch.Tensor:
+def poison_row(spec: MLASpec, poison: str, device: torch.device) -> torch.Tensor:
     """The bytes of one row past a request's end."""
     word = _poison_word(spec.kv_format, poison)
     words = torch.full((spec.row_bytes // 2,), word, dtype=torch.int16, device=device)

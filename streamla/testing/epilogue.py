@@ -53,7 +53,7 @@ def check_epilogue(case: Case, impl: str, device: torch.device, seed: int) -> De
 def expect(inputs: EpilogueInputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The oracle's query and cache, on the CPU. The cache shares no memory with the inputs'."""
     cache = inputs.kv_cache
-    memory = _memory(cache).cpu().clone().view(cache.dtype)
+    memory = memory_of(cache).cpu().clone().view(cache.dtype)
     expected = memory.as_strided(cache.shape, cache.stride(), cache.storage_offset())
     slots = inputs.slot_mapping.cpu()
     if inputs.case.reserved_slot is not None:
@@ -73,7 +73,7 @@ def expect(inputs: EpilogueInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def check_cache(inputs: EpilogueInputs, want: torch.Tensor) -> None:
     """Written rows are the oracle's; every other byte of the memory that holds the cache is as it was."""
     spec = inputs.spec
-    actual = _memory(inputs.kv_cache).cpu().clone().view(want.dtype)
+    actual = memory_of(inputs.kv_cache).cpu().clone().view(want.dtype)
     actual = actual.as_strided(want.shape, want.stride(), want.storage_offset())
     slots = inputs.slot_mapping.cpu()
     reserved = inputs.case.reserved_slot
@@ -81,22 +81,22 @@ def check_cache(inputs: EpilogueInputs, want: torch.Tensor) -> None:
     at = (slots // spec.page_size, slots % spec.page_size)
     as_bytes = [t.view(torch.uint8) for t in (actual, want)]
     rows, want_rows = (t[at] for t in as_bytes)
-    for name, dtype, part in _parts(spec):
+    for name, dtype, part in row_parts(spec):
         assert_equal(
             f"kv_cache {name}", *(r[:, part].contiguous().view(dtype) for r in (rows, want_rows))
         )
     as_bytes[0][at] = want_rows
-    changed = int((_memory(actual) != _memory(want)).sum())
+    changed = int((memory_of(actual) != memory_of(want)).sum())
     assert changed == 0, f"kv_cache: {changed} bytes written that belong to no new row"
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of the memory that holds `tensor`, gaps included."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
 
 
-def _parts(spec: MLASpec) -> list[tuple[str, torch.dtype, slice]]:
+def row_parts(spec: MLASpec) -> list[tuple[str, torch.dtype, slice]]:
     """Name, dtype and bytes of the parts of a row."""
     if spec.kv_format is not KVFormat.FP8_DS_MLA:
         return [("row", spec.kv_format.storage_dtype, slice(None))]
@@ -137,7 +137,7 @@ def check_grid(case: Case, impl: str, device: torch.device, seed: int) -> Deviat
         whole = build(dataclasses.replace(case, rope=rope, q_format=q_format), device, seed)
         want, _ = expect(whole)
         want = want.to(device)
-        poisoned = _memory(whole.kv_cache).clone()
+        poisoned = memory_of(whole.kv_cache).clone()
         for tokens in (1, 2, 63, 64, 65, 128, 257):
             part = dataclasses.replace(
                 whole, q_nope=whole.q_nope[:tokens], q_pe=whole.q_pe[:tokens],
@@ -146,14 +146,14 @@ def check_grid(case: Case, impl: str, device: torch.device, seed: int) -> Deviat
                 positions=None if whole.positions is None else whole.positions[:tokens],
             )  # fmt: skip
             few = dataclasses.replace(part, q_nope=part.q_nope[:, :1], q_pe=part.q_pe[:, :1])
-            _memory(whole.kv_cache).copy_(poisoned)
+            memory_of(whole.kv_cache).copy_(poisoned)
             _, want_cache = expect(few)
             for heads in (8, 12, 16, 24, 64, 96, 128):
                 shard = dataclasses.replace(
                     part, spec=dataclasses.replace(part.spec, num_heads=heads),
                     q_nope=part.q_nope[:, :heads], q_pe=part.q_pe[:, :heads],
                 )  # fmt: skip
-                _memory(whole.kv_cache).copy_(poisoned)
+                memory_of(whole.kv_cache).copy_(poisoned)
                 q = shard.run(impl)
                 assert_equal(f"q of {tokens} tokens, {heads} heads", q, want[:tokens, :heads])
                 check_cache(shard, want_cache)
@@ -202,7 +202,7 @@ def check_graph(case: Case, impl: str, device: torch.device, seed: int) -> Devia
     for step in range(1, 5):
         other = build(case, device, seed + step, poison=("nan", "huge")[step % 2])
         want, want_cache = expect(other)
-        _memory(inputs.kv_cache).copy_(_memory(other.kv_cache))
+        memory_of(inputs.kv_cache).copy_(memory_of(other.kv_cache))
         for name in (*inputs.read, "q_scale", "k_scale"):
             if (target := getattr(inputs, name)) is not None:
                 target.copy_(getattr(other, name))

@@ -92,27 +92,15 @@ def build(
     spec, tokens = case.spec, case.tokens
     generator = torch.Generator(device).manual_seed(seed)
 
-    def values(*shape: int) -> torch.Tensor:
-        drawn = torch.randn(shape, generator=generator, device=device)
-        if case.values == "wide":
-            drawn *= 2 ** (40 * torch.rand(shape, generator=generator, device=device) - 20)
-        if case.values == "special":
-            pick = torch.randint(len(SPECIAL), shape, generator=generator, device=device)
-            drawn = torch.tensor(SPECIAL, device=device)[pick]
-        return drawn.bfloat16()
-
-    q = values(tokens, 1, spec.num_heads, spec.head_dim)
+    q = draw(case.values, (tokens, 1, spec.num_heads, spec.head_dim), generator)
     q_nope, q_pe = lay_out_query(case.query_layout, spec, q)
     if q_pe is None:
         q_nope, q_pe = q_nope[..., : spec.kv_lora_rank], q_nope[..., spec.kv_lora_rank :]
     # The new rows are slices of one wider projection.
-    projection = values(tokens, spec.head_dim + 24)
+    projection = draw(case.values, (tokens, spec.head_dim + 24), generator)
     table = None
     if case.rope is not None:
-        angle = 100 * torch.rand(
-            (NUM_POSITIONS, spec.qk_rope_head_dim // 2), generator=generator, device=device
-        )
-        table = torch.cat([angle.cos(), angle.sin()], -1)  # fmt: skip
+        table = draw_table(NUM_POSITIONS, spec.qk_rope_head_dim, generator)
     positions = torch.randint(NUM_POSITIONS, (tokens,), generator=generator, device=device)
     pool_pages = case.pool_pages or -(-2 * tokens // spec.page_size) + 1
     fp8_query = case.q_format != "bf16"
@@ -131,6 +119,24 @@ def build(
         k_scale=torch.tensor([case.k_scale], device=device) if spec.kv_format.has_scale else None,
         canaries=Canaries(),
     )
+
+
+def draw(values: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """bfloat16 values of a kind that `EpilogueCase.values` names, on the generator's device."""
+    device = generator.device
+    drawn = torch.randn(shape, generator=generator, device=device)
+    if values == "wide":
+        drawn *= 2 ** (40 * torch.rand(shape, generator=generator, device=device) - 20)
+    if values == "special":
+        pick = torch.randint(len(SPECIAL), shape, generator=generator, device=device)
+        drawn = torch.tensor(SPECIAL, device=device)[pick]
+    return drawn.bfloat16()
+
+
+def draw_table(rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
+    """Cosines and sines of random angles."""
+    angle = 100 * torch.rand((rows, width // 2), generator=generator, device=generator.device)
+    return torch.cat([angle.cos(), angle.sin()], -1)
 
 
 def _slots(

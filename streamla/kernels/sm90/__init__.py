@@ -29,6 +29,7 @@ __all__ = [
     "warmup",
     "why_no_epilogue",
     "why_not",
+    "why_two_launches",
 ]
 
 MAX_NARROW_ROWS = 32
@@ -47,6 +48,11 @@ def why_not(spec: MLASpec) -> str | None:
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) != (512, 64):
         return f"needs rows of 512 + 64, these are {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
     return None
+
+
+def why_two_launches(spec: MLASpec) -> str | None:
+    """None if `decode_step` needs no epilogue, else the reason as a sentence."""
+    return "its attention takes the whole query and a cache that is complete"
 
 
 def _kernels(spec: MLASpec) -> ModuleType:
