@@ -13,13 +13,17 @@ VALUE_STEPS = 64 // 16 * (512 // 64)  # of 16 tokens, for each 64 latents
 
 
 def facts(name: str) -> KernelFacts:
-    (variant,) = find_variants("sm_90a", f"sm90/attention/{name}")
+    (variant,) = find_variants("sm_90a", f"sm90/{name}")
     return compile_variant(variant, "sm_90a")
 
 
 @pytest.mark.parametrize(
-    ("name", "halves"), [("h16-q1-p64", 2), ("h16-q1-p1", 2), ("h12-q2-p64", 1)]
-)
+    ("name", "halves"),
+    [
+        ("attention/h16-q1-p64", 2), ("attention/h16-q1-p1", 2), ("attention/h12-q2-p64", 1),
+        ("attention-step/h16-q1-p64", 2), ("attention-step/h12-q2-p64", 1),
+    ],
+)  # fmt: skip
 def test_a_tile_is_multiplied_without_padding_spills_or_serialised_wgmma(name, halves):
     f = facts(name)
     assert f.scratch_bytes == 0
@@ -37,7 +41,8 @@ def test_shared_memory_fits_one_program(rows):
     variant = narrow.Variant.of(MLASpec(rows, KVFormat.FP8_E4M3FN))
     assert variant.rows >= rows
     assert variant.rows - rows < 8
-    assert variant.shared_bytes <= SHARED_LIMIT
+    step = narrow.Variant.of(MLASpec(rows, KVFormat.FP8_E4M3FN), step=True)
+    assert variant.shared_bytes < step.shared_bytes <= SHARED_LIMIT
 
 
 def test_row_tiles_are_few_and_then_narrow():

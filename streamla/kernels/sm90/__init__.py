@@ -17,11 +17,13 @@ from streamla.kernels.sm90.epilogue import epilogue, warm_epilogue
 from streamla.kernels.sm90.epilogue import why_not as why_no_epilogue
 from streamla.plan import CostModel, DecodePlan
 from streamla.spec import KVFormat, MLASpec
+from streamla.step import NewTokens
 
 __all__ = [
     "attention",
     "cost_model",
     "decode",
+    "decode_step",
     "epilogue",
     "merge",
     "plan",
@@ -52,6 +54,8 @@ def why_not(spec: MLASpec) -> str | None:
 
 def why_two_launches(spec: MLASpec) -> str | None:
     """None if `decode_step` needs no epilogue, else the reason as a sentence."""
+    if _kernels(spec) is narrow:
+        return None
     return "its attention takes the whole query and a cache that is complete"
 
 
@@ -104,6 +108,26 @@ def decode(
 ) -> None:
     _kernels(plan.spec).decode(
         q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale
+    )  # fmt: skip
+
+
+def decode_step(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    new: NewTokens,
+    kv_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_scale: float,
+) -> None:
+    """Epilogue, attention and merge in one launch, where `why_two_launches` says None."""
+    narrow.decode_step(
+        q_nope, q_pe, new, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale
     )  # fmt: skip
 
 

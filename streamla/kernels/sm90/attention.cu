@@ -7,6 +7,7 @@
 #include "merge.cuh"
 #include "qk.cuh"
 #include "query.cuh"
+#include "step.cuh"
 
 namespace streamla {
 
@@ -93,14 +94,17 @@ DEVICE void attend_tile(RowValues& sums, Accumulator& acc, const Range& range, i
 }
 
 DEVICE void run_math(const Query& query, const Output& output, const Softmaxing& how, const int* work,
-                     const int* program_items, int row_begin, int* counters, const Ring& ring) {
+                     const int* program_items, int row_begin, int* counters, const Rope& rope,
+                     const Ring& ring) {
     const Lane lane = Lane::here();
     const u32 shared = ring.shared;
     int position = 0;
     const int last_item = load_index(program_items + 1);
     for (int index = load_index(program_items); index < last_item; index++) {
         const Item item = Item::load(work, index);
-        load_query(query, item.request, row_begin, shared, how.score_scale());
+        load_query(query, item.request, row_begin, shared, how.score_scale(), [&](QueryRows& rows) {
+            if (STEP) rotate_query(rows, rope, item.request, row_begin);
+        });
         named_barrier(BARRIER_MATH, MATH_THREADS);
         reset_max(shared, lane);  // no warp still reads those of the item before
         named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);
@@ -138,6 +142,15 @@ DEVICE void run_math(const Query& query, const Output& output, const Softmaxing&
 
 using namespace streamla;
 
+#if STREAMLA_STEP
+#define STEP_PARAMETERS                                                                                     \
+    , const u16 *kv_c, i64 kv_c_stride, const u16 *k_pe, i64 k_pe_stride, int kv_c_aligned,                 \
+        const i64 *slot_mapping, i64 num_slots, i64 reserved_slot, i64 pool_slots, const i64 *positions,    \
+        const float *cos_sin, i64 cos_sin_stride, i64 num_positions, int neox
+#else
+#define STEP_PARAMETERS
+#endif
+
 // Programs are numbered program * ROW_TILES + row tile: those that read the same tokens run side by side.
 // counters == 0: leave the partials to mla_merge. k_scale == 0: the scale is 1.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -147,20 +160,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   i64 table_stride, const int* work, const int* work_indptr, int* counters, u16* out,
                   i64 out_batch, i64 out_query, i64 out_head, int out_aligned, float* lse, i64 lse_batch,
                   i64 lse_query, i64 lse_head, float* out_partial, float* lse_partial, float softmax_scale,
-                  int causal, float lse_scale) {
+                  int causal, float lse_scale STEP_PARAMETERS) {
     extern __shared__ u8 dynamic_shared[];
     const Ring ring{(shared_address(dynamic_shared) + 1023) & ~1023u};
+#if STREAMLA_STEP
+    const Rope rope{positions, cos_sin, cos_sin_stride, num_positions, neox != 0};
+    const NewTokens tokens{kv_c,         k_pe,      kv_c_stride,   k_pe_stride, kv_c_aligned != 0,
+                           slot_mapping, num_slots, reserved_slot, pool_slots};
+#else
+    const Rope rope{};
+#endif
     const int program = blockIdx.x / ROW_TILES, row_begin = blockIdx.x % ROW_TILES * ROWS;
 
     if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<LOAD_REGISTERS>();
+        const Cache cache{kv_cache, page_stride, token_stride, page_table, table_stride};
+#if STREAMLA_STEP
+        if (threadIdx.x >= THREADS - WRITERS * WARP) {
+            named_barrier(BARRIER_READY, READY_THREADS);
+            wait_for_previous_grid();
+            run_writer(tokens, rope, cache, k_scale, work, work_indptr + program, ring);
+        }
+#endif
         if (threadIdx.x >= MATH_THREADS + WARP) return;
         if (threadIdx.x == MATH_THREADS) ring.init();
         __syncwarp();
-        named_barrier_arrive(BARRIER_READY, MATH_THREADS + WARP);
+        named_barrier_arrive(BARRIER_READY, READY_THREADS);
         wait_for_previous_grid();
         allow_next_grid();
-        const Cache cache{kv_cache, page_stride, token_stride, page_table, table_stride};
         const u64 l2_policy = ROW_TILES > 1 ? l2_evict_normal() : l2_evict_first();
         const int last_item = __ldg(work_indptr + program + 1);
         int position = 0;
@@ -183,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                             out_aligned != 0,
                             lse_scale};
         const Softmaxing how{softmax_scale, k_scale, causal != 0};
-        named_barrier(BARRIER_READY, MATH_THREADS + WARP);
-        run_math(query, output, how, work, work_indptr + program, row_begin, counters, ring);
+        named_barrier(BARRIER_READY, READY_THREADS);
+        run_math(query, output, how, work, work_indptr + program, row_begin, counters, rope, ring);
     }
 }
 

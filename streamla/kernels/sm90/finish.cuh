@@ -131,7 +131,9 @@ template <typename Latents = OneRange>
 DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Output& output,
                         const Item& item, int row_begin, const Ring& ring, int first, int end,
                         float value_scale, Lane lane) {
-    lane.g = forget(lane.g);  // no address of the stores below is kept in a register all the while
+    // No address of the stores below is kept in a register all the while.
+    lane.g = forget(lane.g);
+    if (STEP) lane.t = forget(lane.t), lane.warp = forget(lane.warp);
     const u32 shared = ring.shared;
     const int other_team = lane.team ^ 1;
     const int my_last = (end - 1) % TEAMS == lane.team ? end - 1 : end - 2;

@@ -6,12 +6,18 @@ import torch
 
 from streamla.plan import DecodePlan
 from streamla.runtime.driver import F32, I32, I64, PTR, Kernel
+from streamla.step import NewTokens
 
 TILE_N = 64
 COPY_ALIGNMENT = 16  # bytes: what a bulk copy needs of addresses and sizes
 
 _VIEW = (PTR, I64, I64, I64)
 MERGE_PARAMS = (PTR, *_VIEW, I32, *_VIEW, PTR, PTR, F32)
+STEP_PARAMS = (
+    PTR, I64, PTR, I64, I32,   # kv_c, k_pe and their strides, whether rows of kv_c are aligned
+    PTR, I64, I64, I64,        # slot_mapping, its length, reserved_slot, slots in the pool
+    PTR, PTR, I64, I64, I32,   # positions, cos_sin, its stride and rows, whether pairs are neox
+)  # fmt: skip
 
 
 def attention_params(*cache: str) -> tuple[str, ...]:
@@ -39,8 +45,10 @@ def launch_attention(
     causal: bool,
     lse_scale: float,
     merges: bool,
+    step: tuple[int, ...] = (),
 ) -> None:
-    """Launch attention; `merges`: and the merge, in the same launch. `cache` fits the kernel's own."""
+    """Launch attention; `merges`: and the merge, in the same launch. `cache` fits the kernel's own, and
+    `step` is there if the kernel writes new rows."""
     kernel.launch(
         programs,
         *_view(q_nope), *_view(q_pe), rows_aligned(q_nope) and rows_aligned(q_pe),
@@ -50,6 +58,7 @@ def launch_attention(
         *_view(out), rows_aligned(out), *_view(lse),
         plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(),
         softmax_scale, causal, lse_scale,
+        *step,
         device=out.device.index,
     )  # fmt: skip
 
@@ -64,6 +73,21 @@ def launch_merge(
         *_view(out), rows_aligned(out), *_view(lse),
         plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(), lse_scale,
         device=out.device.index,
+    )  # fmt: skip
+
+
+def step_arguments(new: NewTokens, kv_cache: torch.Tensor, plan: DecodePlan) -> tuple[int, ...]:
+    """New tokens, as kernels take them after all else."""
+    table = new.cos_sin
+    return (
+        new.kv_c.data_ptr(), new.kv_c.stride(0), new.k_pe.data_ptr(), new.k_pe.stride(0),
+        not (new.kv_c.data_ptr() % 16 or new.kv_c.stride(0) % 8),
+        new.slot_mapping.data_ptr(), new.slot_mapping.shape[0],
+        -1 if new.reserved_slot is None else new.reserved_slot,
+        kv_cache.shape[0] * plan.spec.page_size,
+        0 if new.positions is None else new.positions.data_ptr(),
+        *((0, 0, 0) if table is None else (table.data_ptr(), table.stride(0), table.shape[0])),
+        new.rope == "neox",
     )  # fmt: skip
 
 

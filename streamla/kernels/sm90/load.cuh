@@ -35,6 +35,7 @@ struct Ring {
     }
     DEVICE u32 full(int position) const { return shared + Shared::FULL + position % STAGES * 8; }
     DEVICE u32 empty(int position) const { return shared + Shared::EMPTY + position % STAGES * 8; }
+    DEVICE u32 turn(int position) const { return shared + Shared::TURN + position % STAGES * 8; }
     DEVICE void wait_full(int position) const { mbarrier_wait(full(position), position / STAGES & 1); }
     DEVICE void wait_empty(int position) const { mbarrier_wait(empty(position), ~(position / STAGES) & 1); }
     // A warp has read all that it needs of a stage. What generic stores left there must be ordered before
@@ -45,19 +46,28 @@ struct Ring {
     }
     DEVICE void init() const {
         for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full(s), 1);
+            mbarrier_init(full(s), STEP ? 1 + WRITERS : 1);
             mbarrier_init(empty(s), TEAM_WARPS);
+            if (STEP) mbarrier_init(turn(s), 1);
         }
         fence_mbarrier_init();
     }
 };
 
+// Expects `bytes` in the stage, which is free; if it gets new rows, its writers take their turn.
+DEVICE void open_stage(const Ring& ring, int position, int bytes, bool has_new_rows) {
+    mbarrier_arrive_expect(ring.full(position), bytes);
+    if (STEP && has_new_rows) mbarrier_arrive(ring.turn(position));
+    if (STEP && !has_new_rows) mbarrier_arrive_times(ring.full(position), WRITERS);
+}
+
 // Pages of the runs that this lane issues in the batch of tiles from `tile` on.
 DEVICE void fetch_pages(int (&pages)[LANE_RUNS], const int* table, const Item& item, int tile, int lane) {
+    const int end = item.cached_end();
 #pragma unroll
     for (int i = 0; i < LANE_RUNS; i++) {
         const int token = item.begin + tile * TILE_N + (lane + i * WARP) * RUN;
-        pages[i] = token < item.end ? __ldg(table + token / PAGE_SIZE) : 0;
+        pages[i] = token < end ? __ldg(table + token / PAGE_SIZE) : 0;
     }
 }
 
@@ -65,7 +75,7 @@ DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, in
                       u64 l2_policy) {
     const int lane = threadIdx.x % WARP;
     const int* table = cache.page_table + item.request * cache.table_stride;
-    const int num_tiles = item.num_tiles();
+    const int num_tiles = item.num_tiles(), end = item.cached_end();
     int pages[LANE_RUNS], next_pages[LANE_RUNS];
     fetch_pages(pages, table, item, 0, lane);
     for (int batch = 0; batch < num_tiles; batch += BATCH_TILES) {
@@ -76,16 +86,18 @@ DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, in
             const u32 full = ring.full(position), stage = ring.stage(position);
             ring.wait_empty(position);
             if (position >= IN_FLIGHT) ring.wait_full(position - IN_FLIGHT);
-            if (lane == 0) mbarrier_arrive_expect(full, min(TILE_N, item.end - first) * TOKEN_BYTES);
+            if (lane == 0)
+                open_stage(ring, position, max(0, min(TILE_N, end - first)) * TOKEN_BYTES,
+                           min(first + TILE_N, item.end) > end);
             __syncwarp();
 #pragma unroll
             for (int k = 0; k < LANE_RUNS; k++) {
                 const int run = lane + k * WARP - i * TILE_RUNS;
                 const int token = first + run * RUN;
-                if (run < 0 || run >= TILE_RUNS || token >= item.end) continue;
+                if (run < 0 || run >= TILE_RUNS || token >= end) continue;
                 const u8* source =
                     cache.rows + pages[k] * cache.page_stride + token % PAGE_SIZE * cache.token_stride;
-                bulk_load(stage + stage_offset(run * RUN), source, min(RUN, item.end - token) * TOKEN_BYTES,
+                bulk_load(stage + stage_offset(run * RUN), source, min(RUN, end - token) * TOKEN_BYTES,
                           full, l2_policy);
             }
         }

@@ -13,16 +13,19 @@ import torch
 from streamla.arch import Arch
 from streamla.kernels.sm90.launch import (
     MERGE_PARAMS,
+    STEP_PARAMS,
     TILE_N,
     attention_params,
     cache_view,
     launch_attention,
     launch_merge,
+    step_arguments,
 )
 from streamla.plan import CostModel, DecodePlan
 from streamla.runtime.driver import I64, PTR, Kernel
 from streamla.runtime.nvrtc import compile_cuda
 from streamla.spec import MLASpec
+from streamla.step import NewTokens
 
 SOURCE = Path(__file__).with_name("attention.cu")
 
@@ -42,6 +45,7 @@ class Variant:
     Attributes:
         rows: query rows a program holds.
         run: tokens of one bulk copy.
+        step: takes a query that is not rotated yet, and new rows (step.cuh).
     """
 
     num_heads: int
@@ -49,13 +53,14 @@ class Variant:
     page_size: int
     rows: int
     run: int
+    step: bool = False
 
     @staticmethod
-    def of(spec: MLASpec, contiguous_tokens: bool = True) -> Variant:
+    def of(spec: MLASpec, contiguous_tokens: bool = True, step: bool = False) -> Variant:
         """The variant for a cache whose tokens follow each other in a page without a gap, or with."""
         run = math.gcd(spec.page_size, HALF_TILE) if contiguous_tokens else 1
         return Variant(
-            spec.num_heads, spec.seqlen_q, spec.page_size, rows_of_program(spec.rows), run
+            spec.num_heads, spec.seqlen_q, spec.page_size, rows_of_program(spec.rows), run, step
         )
 
     @property
@@ -66,6 +71,7 @@ class Variant:
             "STREAMLA_PAGE_SIZE": self.page_size,
             "STREAMLA_ROWS": self.rows,
             "STREAMLA_RUN": self.run,
+            "STREAMLA_STEP": self.step,
         }
 
     @property
@@ -89,7 +95,8 @@ class Variant:
         query = 9 * self.rows * 128
         probability = 2 * 2 // self.team_halves * TILE_N * self.rows * 2
         score = 2 * 2 * TILE_N // 2 * self.rows * 4 if self.team_halves == 2 else 0
-        small = (2 * 2 * 4 * self.team_halves + 2 + 1) * self.rows * 4 + 2 * stages * 8
+        barriers = (2 + self.step) * stages * 8
+        small = (2 * 2 * 4 * self.team_halves + 2 + 1) * self.rows * 4 + barriers
         return ring + query + probability + score + small + 1024
 
     def cubin(self) -> bytes:
@@ -113,7 +120,7 @@ def attention_kernel(variant: Variant) -> Kernel:
     return Kernel(
         variant.cubin,
         "mla_attention",
-        _PARAMS,
+        (*_PARAMS, *STEP_PARAMS) if variant.step else _PARAMS,
         threads=variant.threads,
         shared_bytes=variant.shared_bytes,
         cooperative=True,
@@ -164,15 +171,38 @@ def decode(
     )  # fmt: skip
 
 
+def decode_step(
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    new: NewTokens,
+    kv_cache: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_scale: float,
+) -> None:
+    """Epilogue, attention and merge in one launch."""
+    rows = (plan.batch, plan.spec.seqlen_q)
+    _launch(
+        q_nope.unflatten(0, rows), q_pe.unflatten(0, rows), kv_cache, k_scale, page_table, plan, out, lse,
+        softmax_scale, causal, lse_scale, True, step_arguments(new, kv_cache, plan),
+    )  # fmt: skip
+
+
 def _launch(
-    q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges
+    q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges,
+    step=(),
 ) -> None:  # fmt: skip
     cache = cache_view(kv_cache)
-    variant = Variant.of(plan.spec, cache[2] == plan.spec.row_bytes)
+    variant = Variant.of(plan.spec, cache[2] == plan.spec.row_bytes, bool(step))
     launch_attention(
         attention_kernel(variant), plan.cost.num_programs * variant.row_tiles, q_nope, q_pe,
         (*cache, 0 if k_scale is None else k_scale.data_ptr()),
-        page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges,
+        page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges, step,
     )  # fmt: skip
 
 
@@ -185,4 +215,5 @@ def warmup(spec: MLASpec) -> None:
     """Compile and load the kernels of `spec` on the current device."""
     variant = Variant.of(spec)
     attention_kernel(variant).load()
+    attention_kernel(Variant.of(spec, step=True)).load()
     merge_kernel(variant).load()

@@ -36,6 +36,7 @@ def offline_variants(target: str) -> list[CudaVariant]:
     if target != "sm_90a":
         return []
     narrows = [_narrow(spec) for spec in _NARROW]
+    steps = [_narrow(spec, step=True) for spec in _NARROW]
     group_scales = [_group_scales(spec) for spec in _GROUP_SCALES]
     wides = [_wide(spec) for spec in _WIDE]
     ds_mla_merge = ds_mla.merge_kernel(ds_mla.Variant.of(_GROUP_SCALES[0]))
@@ -44,18 +45,18 @@ def offline_variants(target: str) -> list[CudaVariant]:
         _merge("merge-ds-mla", ds_mla_merge, group_scales[0]),
         _merge("merge-wide", wide.merge_kernel(_WIDE[0]), wides[0]),
     ]
-    return narrows + group_scales + wides + merges
+    return narrows + steps + group_scales + wides + merges
 
 
 def _name(kernel: str, spec: MLASpec) -> str:
     return f"sm90/{kernel}/h{spec.num_heads}-q{spec.seqlen_q}-p{spec.page_size}"
 
 
-def _narrow(spec: MLASpec) -> CudaVariant:
-    variant = narrow.Variant.of(spec)
+def _narrow(spec: MLASpec, step: bool = False) -> CudaVariant:
+    variant = narrow.Variant.of(spec, step=step)
     kernel = narrow.attention_kernel(variant)
     return CudaVariant(
-        _name("attention", spec), narrow.SOURCE, kernel.name, kernel.threads, kernel.shared_bytes,
+        _name("attention-step" if step else "attention", spec), narrow.SOURCE, kernel.name, kernel.threads, kernel.shared_bytes,
         variant.defines,
     )  # fmt: skip
 

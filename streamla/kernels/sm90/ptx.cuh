@@ -68,6 +68,9 @@ DEVICE void store_shared(u32 address, float v) {
 DEVICE void store_shared(u32 address, float2 v) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" :: "r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
+DEVICE void store_shared(u32 address, uint2 v) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" :: "r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
 DEVICE void store_shared(u32 address, float4 v) {
     asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
                  :: "r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
@@ -126,6 +129,9 @@ DEVICE void mbarrier_init(u32 barrier, int arrivals) {
 DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 DEVICE void mbarrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+DEVICE void mbarrier_arrive_times(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
 DEVICE void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");

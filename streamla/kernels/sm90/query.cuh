@@ -116,12 +116,18 @@ struct QueryRows {
     }
 };
 
-// The caller's barrier completes it.
-DEVICE void load_query(const Query& q, int request, int row_begin, u32 shared, float score_scale) {
+// The caller's barrier completes it. `change` may change the rows that were loaded.
+template <typename Change>
+DEVICE void load_query(const Query& q, int request, int row_begin, u32 shared, float score_scale,
+                       const Change& change) {
     QueryRows rows;
     rows.load(q, request, row_begin);
+    change(rows);
     rows.store(shared, score_scale);
     fence_async_proxy();
+}
+DEVICE void load_query(const Query& q, int request, int row_begin, u32 shared, float score_scale) {
+    load_query(q, request, row_begin, shared, score_scale, [](QueryRows&) {});
 }
 
 }  // namespace streamla

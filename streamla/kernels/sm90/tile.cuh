@@ -12,6 +12,10 @@
 #ifndef STREAMLA_GROUP_SCALES
 #define STREAMLA_GROUP_SCALES 0
 #endif
+// Defined as 1 if the query is not rotated yet, and new rows are not in the cache yet (step.cuh).
+#ifndef STREAMLA_STEP
+#define STREAMLA_STEP 0
+#endif
 
 namespace streamla {
 
@@ -22,6 +26,7 @@ constexpr int PAGE_SIZE = STREAMLA_PAGE_SIZE;
 constexpr int ROWS = STREAMLA_ROWS;  // query rows of a program: N of its wgmma, 8 to 32
 constexpr bool GROUP_SCALES = STREAMLA_GROUP_SCALES;
 constexpr int RUN = STREAMLA_RUN;    // tokens of one bulk copy: contiguous in a page, divides 32
+constexpr bool STEP = STREAMLA_STEP;
 
 constexpr int TOTAL_ROWS = NUM_HEADS * SEQLEN_Q;  // row r is query r / NUM_HEADS, head r % NUM_HEADS
 constexpr int ROW_TILES = (TOTAL_ROWS + ROWS - 1) / ROWS;
@@ -41,6 +46,8 @@ constexpr int TEAM_THREADS = TEAM_WARPS * WARP;
 constexpr int MATH_WARPS = TEAMS * TEAM_WARPS;
 constexpr int MATH_THREADS = MATH_WARPS * WARP;
 constexpr int THREADS = MATH_THREADS + WARPGROUP;  // one warp of the last warpgroup loads
+constexpr int WRITERS = 2;                         // and its last two write new rows, if STEP
+constexpr int READY_THREADS = MATH_THREADS + WARP + (STEP ? WRITERS * WARP : 0);
 // 4 * 112 + 32 = 5 * 96 and 2 * 232 + 40 = 3 * 168: what the threads hold at launch.
 constexpr int MATH_REGISTERS = TEAM_HALVES == 2 ? 112 : 232;
 constexpr int LOAD_REGISTERS = TEAM_HALVES == 2 ? 32 : 40;
@@ -87,7 +94,8 @@ struct Shared {
     static constexpr u32 SCALE_LIMIT = SCALE_MAX + (GROUP_SCALES ? MATH_WARPS * 4 : 0);  // [team]
     static constexpr u32 FULL = SCALE_LIMIT + (GROUP_SCALES ? TEAMS * 4 : 0);            // [stage] mbarrier
     static constexpr u32 EMPTY = FULL + STAGES * 8;                // [stage] mbarrier
-    static constexpr u32 BYTES = EMPTY + STAGES * 8 + 1024;        // 1024: to align the base
+    static constexpr u32 TURN = EMPTY + STAGES * 8;                // [stage] mbarrier, if STEP
+    static constexpr u32 BYTES = TURN + (STEP ? STAGES * 8 : 0) + 1024;  // 1024: to align the base
 };
 static_assert(Shared::BYTES <= 227 * 1024, "shared memory of one SM");
 static_assert(Shared::FULL % 8 == 0, "mbarriers are 8-byte aligned");
@@ -151,6 +159,8 @@ struct Item {
         return item;
     }
     DEVICE int num_tiles() const { return (end - begin + TILE_N - 1) / TILE_N; }
+    // Tokens from here on are not in the cache yet.
+    DEVICE int cached_end() const { return STEP ? min(end, max(begin, seqlen - SEQLEN_Q)) : end; }
     DEVICE int num_splits() const { return split_end - split_begin; }
 };
 
