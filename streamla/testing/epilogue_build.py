@@ -145,9 +145,12 @@ def _slots(
     """Distinct slots of the pool, its first and its last among them."""
     tokens = case.tokens
     slots = torch.randperm(pool, generator=generator, device=device)[:tokens]
-    for end in (0, pool - 1):
-        if tokens > 2 and not (slots == end).any():
-            slots[tokens // 2 + (end > 0)] = end
+    if tokens > 2:
+        ends = (0, pool - 1)
+        missing = [end for end in ends if not (slots == end).any()]
+        places = [i for i in range(tokens // 2, tokens) if int(slots[i]) not in ends]
+        for place, end in zip(places, missing, strict=False):
+            slots[place] = end
     if case.slots == "short":
         return slots[: 2 * tokens // 3]
     skipped = {"all": [], "none": list(range(tokens)), "some": list(range(1, tokens, 3))}[
