@@ -50,7 +50,13 @@ LOOKS: tuple[tuple[str, str, Any], ...] = (
     ("#882255", "h", ":"),
     ("#444444", "<", "-."),
     ("#bbbbbb", ">", "-"),
+    ("#332288", "d", (0, (9, 2, 2, 2))),
+    ("#117733", "H", "--"),
+    ("#aa4499", "8", "-."),
+    ("#661100", "p", "-"),
 )
+LEGEND_ROW = 0.18  # inches
+MANY = 8  # entries of a legend, over which its columns are wider and the figure is higher
 
 
 @dataclass(frozen=True)
@@ -160,13 +166,15 @@ def finish(
     for axes in grid[:used]:
         for handle, text in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(text, handle)
-    figure.legend(
-        entries.values(), entries.keys(), loc="outside upper center", ncols=min(4, len(entries))
-    )
+    columns = 3 if len(entries) > MANY else min(4, len(entries))
+    if len(entries) > MANY:
+        rows = -(-len(entries) // columns)
+        figure.set_figheight(figure.get_figheight() + LEGEND_ROW * (rows - 2))
+    figure.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns)
 
 
 def label_points(figure: Figure, axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Names beside their points; one that would lie on another goes above or below it."""
+    """Names beside their points; one that would lie on another goes above or below it, inside of the axes."""
     size = FONT_SIZE
     width, height = (72 * inches for inches in figure.get_size_inches())
     to_x = 0.85 * width / math.log(axes.get_xlim()[1] / axes.get_xlim()[0])
@@ -175,11 +183,12 @@ def label_points(figure: Figure, axes: Axes, points: Sequence[tuple[float, float
     boxes = [
         (x - 5, x + 5, y) for x, y in places
     ]  # left, right, middle, in points: the markers first
+    low, high = (math.log(limit) * to_y for limit in axes.get_ylim())
     for x, y, text in sorted(points):
         left, middle = math.log(x) * to_x + 8, math.log(y) * to_y
         right = left + 0.58 * size * len(text)
-        for lift in (0, 13, -13, 26, -26, 39, -39):
-            free = all(
+        for lift in sorted(range(-91, 92, 13), key=lambda lift: (abs(lift), -lift)):
+            free = low + size < middle + lift < high - size and all(
                 left > end or right < begin or abs(middle + lift - m) > size
                 for begin, end, m in boxes
             )

@@ -15,6 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 from streamla.bench import same_work
 from streamla.bench.drawing import (
     FONT_SIZE,
+    MANY,
     STYLE,
     Drawn,
     Look,
@@ -213,7 +214,7 @@ def accuracy(records: Sequence[Record], look: dict[str, Look]) -> Drawn | None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:.0e}"))
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     axes.set_xlim(min(0.95, min(xs)), max(xs) * 2.2)
-    axes.set_ylim(min(ys) / 2.2, max(ys) * 1.8)
+    axes.set_ylim(min(ys) / (2.2 if len(points) <= MANY else 6), max(ys) * 1.8)
     label_points(figure, axes, points)
     over = "the read floor" if floors else "the fastest"
     finish(
