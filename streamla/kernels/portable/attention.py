@@ -35,12 +35,21 @@ def num_row_tiles(spec: MLASpec) -> int:
     return triton.cdiv(spec.rows, BLOCK_R)
 
 
+def tile_tokens(spec: MLASpec, target: str) -> int:
+    """Tokens a tile: what the registers bear without a spill. Masked rows, group scales, decoding by hand
+    and a causal tile all need some."""
+    if target == "cpu":
+        return 64
+    if target == "gfx942":
+        return 16
+    is_plain = spec.kv_format is KVFormat.BF16 or (
+        spec.kv_format is KVFormat.FP8_E4M3FN and spec.rows == BLOCK_R and spec.page_size > 1
+    )
+    return 64 if is_plain and spec.seqlen_q == 1 else 32
+
+
 def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
-    # What the registers bear without a spill: masked rows and a causal tile need some more.
-    is_wide = num_row_tiles(spec) > 1 or spec.seqlen_q > 1
-    tile_n = 16 if is_wide or arch.target == "gfx942" else 32
-    if arch.target == "cpu":
-        tile_n = 64
+    tile_n = tile_tokens(spec, arch.target)
     return CostModel(
         tile_n=tile_n,
         num_programs=max(1, arch.units // num_row_tiles(spec)),
@@ -169,7 +178,7 @@ def mla_attention_kernel(
                 rope = decode_fnuz(rope)
             scores = tl.zeros([BLOCK_R, TILE_N], tl.float32)
             scores = dot(query_pe, tl.trans(rope), scores, DTYPE)
-            # The query would fill the registers: it is read again for every piece of a tile.
+            # The query would fill the registers: it is read again for every tile, a piece at a time.
             for c in range(0, D, CHUNK):
                 query = tl.load(
                     q_base[:, None] + (c + chunk)[None, :], mask=is_row[:, None], other=0.0
@@ -250,7 +259,8 @@ def compile_options(spec: MLASpec, target: str, interpreted: bool) -> dict:
     """The constants of the attention kernel: everything that the compiled code depends on."""
     # A bf16 product holds the query and any fp8 value exactly. Triton's interpreter miscomputes those.
     dtype = tl.float32 if interpreted else tl.bfloat16
-    whole = interpreted and spec.kv_format is not KVFormat.FP8_DS_MLA
+    # On gfx942 the whole query and the keys of a tile would spill; a group scale belongs to one piece.
+    pieces = target == "gfx942" or spec.kv_format is KVFormat.FP8_DS_MLA
     return {
         "NUM_HEADS": spec.num_heads,
         "SEQLEN_Q": spec.seqlen_q,
@@ -261,8 +271,7 @@ def compile_options(spec: MLASpec, target: str, interpreted: bool) -> dict:
         "HAS_SCALE": spec.kv_format.has_scale,
         "HAS_GROUP_SCALES": spec.kv_format is KVFormat.FP8_DS_MLA,
         "DECODE_FNUZ": spec.kv_format is KVFormat.FP8_E4M3FNUZ and target != "gfx942",
-        # Interpreted, every operation is slow, whatever its size, and registers cost nothing.
-        "CHUNK": spec.kv_lora_rank if whole else min(DS_MLA_GROUP, spec.kv_lora_rank),
+        "CHUNK": min(DS_MLA_GROUP, spec.kv_lora_rank) if pieces else spec.kv_lora_rank,
         "DTYPE": dtype,
         "num_warps": 8,
         "num_stages": 1 if target == "gfx942" else 2,
