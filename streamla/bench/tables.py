@@ -19,7 +19,7 @@ AXES = {
     "pages": ("page_size", "16 heads, pages of {}"),
 }
 README_AXES = {
-    "heads": (8, 24, 32, 64, 128), "mtp": (4,), "formats": ("bf16", "fp8_ds_mla"), "pages": (1, 16),
+    "heads": (8, 24, 32, 64, 128), "mtp": (4,), "formats": ("bf16", "fp8_ds_mla"), "pages": (1,),
 }  # fmt: skip
 MARKERS = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
