@@ -21,6 +21,8 @@ AXES = {
 README_AXES = {
     "heads": (8, 24, 32, 64, 128), "mtp": (4,), "formats": ("bf16", "fp8_ds_mla"), "pages": (1,),
 }  # fmt: skip
+SIZE_GOALS = {"32K": 1.5, "64K": 1.4, "128K": 1.25, "256K": 1.15, "512K and more": 1.10}
+SPREAD_GOALS = {"128K": 1.05, "512K and more": 1.02}
 MARKERS = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -97,27 +99,29 @@ def energy(records: Sequence[dict]) -> str:
 
 def goals(records: Sequence[dict]) -> str:
     """What was aimed at, 16 heads and fp8 unless said, and what was measured: the worst shape of each."""
-    found = _ours(_grid(records, "blog", kv_format=FORMAT))
-    sizes: dict[str, list[dict]] = {}
+    found = [r for r in _ours(_grid(records, "blog", kv_format=FORMAT)) if r["x_floor"]]
+    sizes: dict[str, list[float]] = {}
+    spreads: dict[str, list[float]] = {}
     for r in found:
-        sizes.setdefault(_size(r), []).append(r)
-    rows = [["20 shapes, geometric mean", "1.17x", f"{_geomean(r['x_floor'] for r in found):.2f}x"]]
-    for name, goal in (("32K", 1.5), ("64K", 1.4), ("128K", 1.25), ("256K", 1.15), ("512K and more", 1.10)):  # fmt: skip
-        worst = max(r["x_floor"] for r in sizes[name])
-        rows.append([f"{name} tokens in all", f"{goal:.2f}x", f"{worst:.2f}x"])
-    large = [_spread(group) for group in _groups(found) if group[0]["tokens"] >= 512 * K]
-    middle = [_spread(group) for group in _groups(found) if group[0]["tokens"] == 128 * K]
-    rows.append(["slowest over fastest mix, 512K tokens and more", "1.02", f"{max(large):.2f}"])
-    rows.append(["slowest over fastest mix, 128K tokens", "1.05", f"{max(middle):.2f}"])
+        sizes.setdefault(_size(r), []).append(r["x_floor"])
+    for group in _groups(found):
+        spreads.setdefault(_size(group[0]), []).append(_spread(group))
+    mean = f"{_geomean(r['x_floor'] for r in found):.2f}x" if found else "-"
+    rows = [["20 shapes, geometric mean", "1.17x", mean]]
+    for size, goal in SIZE_GOALS.items():
+        rows.append([f"{size} tokens in all", f"{goal:.2f}x", _worst(sizes.get(size), "x")])
+    for size, goal in SPREAD_GOALS.items():
+        rows.append([f"{size} tokens, slowest over fastest mix", f"{goal:.2f}", _worst(spreads.get(size))])  # fmt: skip
+    at_16 = _probe(records, "heads", num_heads=16)
+    rows.append(["8 heads, 128K x 16", f"{_time(at_16)} us", f"{_time(_probe(records, 'heads', num_heads=8))} us"])  # fmt: skip
     for heads, goal in ((24, 1.2), (32, 1.2), (64, 1.35)):
         rows.append(_goal(records, "heads", f"{heads} heads", goal, num_heads=heads))
+    rows.append(["128 heads, 128K x 16", "800 us", f"{_time(_probe(records, 'heads', num_heads=128))} us"])  # fmt: skip
     rows.append(_goal(records, "mtp", "4 query tokens", 1.4, seqlen_q=4))
-    at_128 = _probe(records, "heads", num_heads=128)
-    rows.append(["128 heads, 128K x 16", "800 us", f"{_time(at_128)} us"])
     against = [ours / fa3 for ours, fa3 in _both(records)]
-    if against:
-        rows.append(["bf16 cache, 20 shapes, over FA3's time", "1.00", f"{max(against):.2f}"])
-    rows.append(["error, 20 shapes", "2e-3", f"{max(r['error'] for r in found):.1e}"])
+    rows.append(["bf16 cache, 20 shapes, over FA3's time", "1.00", _worst(against)])
+    error = max((r["error"] for r in found), default=math.nan)
+    rows.append(["error, 20 shapes", "2.0e-03", f"{error:.1e}"])
     return _table(["", "goal", "measured"], rows)
 
 
@@ -156,7 +160,7 @@ def _axes(records: Sequence[dict], wanted: Mapping[str, Sequence]) -> str:
 
 def _by_impl(records: Sequence[dict]) -> list[tuple[str, list[dict]]]:
     """Every implementation and its times on the 20 shapes, fastest first."""
-    found = [r for r in _grid(records, "blog", kv_format=FORMAT) if r["us"]]
+    found = [r for r in _grid(records, "blog", kv_format=FORMAT) if r["x_floor"]]
     groups = {impl: _named(found, impl) for impl in dict.fromkeys(r["impl"] for r in found)}
     return sorted(groups.items(), key=lambda item: _geomean(r["x_floor"] for r in item[1]))
 
@@ -244,6 +248,10 @@ def _goal(records: Sequence[dict], grid: str, text: str, goal: float, **spec) ->
     return [f"{text}, 128K x 16", f"{goal:.2f}x", measured]
 
 
+def _worst(values: Sequence[float] | None, unit: str = "") -> str:
+    return f"{max(values):.2f}{unit}" if values else "-"
+
+
 def _geomean(values: Iterable[float]) -> float:
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))
@@ -259,7 +267,7 @@ def _time(r: dict | None) -> str:
 
 
 def _beside_floor(r: dict | None) -> str:
-    if r is None or not r["us"]:
+    if r is None or not r["x_floor"]:
         return "-"
     return f"{_time(r)} / {three_digits(r['floor_us'])} ({r['x_floor']:.2f}x)"
 
