@@ -64,7 +64,8 @@ measured: $(INSTALLED_bench)
 	$(BENCH) --grid pages,small --json $(OUT)/grids.json
 	$(BENCH) --grid formats --peers flashmla-a8w8,fa3-qv --energy --json $(OUT)/formats.json
 	$(if $(TRACE),$(BENCH) --trace $(TRACE) --concurrency $(CONCURRENCY) --samples 3 --json $(OUT)/ragged.json)
-	$(BENCH) --grid blog --impl portable --peers flashinfer-fa2,flashinfer-fa3,flashinfer-fa2-bf16,flashinfer-fa3-bf16,vllm-triton,torch-eager --json $(OUT)/peers.json
+	$(BENCH) --grid blog --impl none --peers flashinfer-fa2,flashinfer-fa3,flashinfer-fa2-bf16,flashinfer-fa3-bf16 --json $(OUT)/flashinfer.json
+	$(BENCH) --grid blog --impl portable --peers vllm-triton,torch-eager --json $(OUT)/slow.json
 	$(BENCH) --grid blog --impl none --peers torch-sdpa --max-tokens 128K --json $(OUT)/sdpa.json
 	$(if $(OTHERS),$(MAKE) others)
 
@@ -78,7 +79,7 @@ verified: $(INSTALLED_bench)
 results: verified measured
 	$(MAKE) tables figures
 
-RUNS = blog blog-bf16 heads formats grids ragged peers sdpa others
+RUNS = blog blog-bf16 heads formats grids ragged flashinfer slow sdpa others
 
 tables: $(INSTALLED_bench)
 	$(BENCH) collect $(wildcard $(RUNS:%=$(OUT)/%.json)) --json $(OUT)/attention.json
