@@ -210,7 +210,7 @@ def _formats() -> Iterator[Case]:
     for heads in (8, 16, 24):
         yield Case(
             f"scales-ds-mla-heads-{heads}", "every token scales its groups of latents by numbers of its own",
-            (200, 1, 577), kv_format="fp8_ds_mla", num_heads=heads, data="odd-scales",
+            (200, 2, 577), kv_format="fp8_ds_mla", num_heads=heads, data="odd-scales",
         )  # fmt: skip
     yield Case(
         "small-widths",

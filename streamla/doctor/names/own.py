@@ -33,8 +33,8 @@ OWN: tuple[Family, ...] = (
     ),
     Family(
         "streamla-sm90", ATTENTION, r"^mla_attention_ds_mla$",
-        {**_FP8, "kv_dtype": "fp8_ds_mla", "merge": "in the same kernel", "row_steps": (8, 16)},
-        note="one binary a shape: tiles of 8 rows if they hold the rows, else of 16",
+        {**_FP8, "kv_dtype": "fp8_ds_mla", "merge": "in the same kernel", "row_steps": (8, 16, 24)},
+        note="one binary a shape: the tile is the least of 8, 16 and 24 rows that holds the rows",
     ),
     Family(
         "streamla-sm90", ATTENTION, r"^mla_attention_wide$",

@@ -25,7 +25,8 @@ struct Range {
     }
 };
 
-constexpr int VALUE_BUFFERS = 2;  // steps of values in registers, widened
+constexpr int VALUE_BUFFERS = 2;                       // units of values in registers, widened
+constexpr int LAST_LOAD = UNITS == 4 ? 0 : UNITS - 3;  // unit at which the last values have been read
 
 // One tile, from stage to accumulators. `release`: hand the stage back after the last read.
 DEVICE void attend_tile(RowValues& sums, Accumulator& acc, const Range& range, int token, int row_begin,
@@ -37,44 +38,49 @@ DEVICE void attend_tile(RowValues& sums, Accumulator& acc, const Range& range, i
 
     GroupScores partial;
     Scores scores;
-    RawValues raw[STEPS];
+    RawValues raw[UNITS];
     Values widened[VALUE_BUFFERS];
     partial.issue(stage, shared, lane);
     const u32 values = stage + group_value_offset(lane.again());
     load_group_values(raw[0], values, 0, masked, valid, lane);
     load_group_values(raw[1], values, 1, masked, valid, lane);
     wgmma_wait<0>();
-    partial.sum();
-    send_scores(partial.first, scores, shared, lane);
-    GroupScales scales = GroupScales::load(stage, lane);
-    named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);
+    partial.add_last();
+    send_scores(partial.total, scores, shared, lane);
+    GroupScales scales;
+    scales.load(stage, lane);
+    named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);  // also: nobody reads P^T of the tile before
     widened[0].widen(raw[0]);
     widened[1].widen(raw[1]);
     receive_scores(scores, shared, lane);
     if (masked) {
 #pragma unroll
-        for (int i = 0; i < GROUPS * 2; i++) {
-            const int c = i / 2, k = i % 2;
-            if (token + lane.token(0) >= range.visible_end(row_begin + lane.row(c, k)))
-                scores[c][0][k] = NEG_INF;
+        for (int i = 0; i < GROUPS * THREAD_TOKENS * 2; i++) {
+            const int c = i / 2 / THREAD_TOKENS, x = i / 2 % THREAD_TOKENS, k = i % 2;
+            if (token + lane.token(x) >= range.visible_end(row_begin + lane.row(c, k)))
+                scores[c][x][k] = NEG_INF;
         }
-        if (token + lane.token(0) >= range.visible_end(0)) scales.clear_unless_finite(lane.token(0) < valid);
+#pragma unroll
+        for (int x = 0; x < THREAD_TOKENS; x++)
+            if (token + lane.token(x) >= range.visible_end(0))
+                scales.clear_unless_finite(x, lane.token(x) < valid);
     }
     softmax_scaled_tile(sums, acc, scores, scales, shared, position, lane);
 
     const u64 probabilities = probability_descriptor(shared, position, lane);
     load_group_values(raw[2], values, 2, masked, valid, lane);
     load_group_values(raw[3], values, 3, masked, valid, lane);
-    if (release) ring.release(position, lane.leads_warp());
 #pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-        Values& v = widened[s % VALUE_BUFFERS];
-        if (s >= VALUE_BUFFERS) {
+    for (int u = 0; u < UNITS; u++) {
+        Values& v = widened[u % VALUE_BUFFERS];
+        if (u >= VALUE_BUFFERS) {
             wgmma_wait<VALUE_BUFFERS - 1>();
-            v.widen(raw[s]);
+            v.widen(raw[u]);
+            if (u + 2 < UNITS) load_group_values(raw[u + 2], values, u + 2, masked, valid, lane);
         }
+        if (u == LAST_LOAD && release) ring.release(position, lane.leads_warp());
         if (masked && SEQLEN_Q > 1) v.clear_nan();
-        issue_group_output(acc, v, probabilities, s, lane);
+        issue_group_output(acc, v, probabilities, u, lane);
     }
     wgmma_wait<0>();
 }

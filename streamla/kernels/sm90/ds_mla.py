@@ -1,6 +1,6 @@
 """Hopper attention over an fp8_ds_mla cache, with or without its merge (docs/attention-sm90-ds-mla.md).
 
-A program takes 16 query rows; a request with more is cut into row tiles, whose programs run side by side and
+A program takes up to 24 query rows; a request with more is cut into row tiles, whose programs run side by side and
 find each other's tokens in L2.
 """
 
@@ -29,12 +29,11 @@ from streamla.spec import MLASpec
 
 SOURCE = Path(__file__).with_name("attention_ds_mla.cu")
 
-ROW_STEPS = (8, 16)  # query rows that a program may hold: N of its wgmma
-MAX_ROWS = 512  # of a request: 32 programs side by side, far below the SMs of any Hopper GPU
+ROW_STEPS = (8, 16, 24)  # query rows that a program may hold: N of its wgmma
+MAX_ROWS = 512  # of a request: 22 programs side by side, far below the SMs of any Hopper GPU
 TOKEN_BYTES = 656
 HALF_TILE = 32
 STAGES = 4
-THREADS = 640
 MERGE_THREADS = 128
 
 # kv_cache, page stride, token stride
@@ -72,20 +71,32 @@ class Variant:
 
     @property
     def rows(self) -> int:
-        """Query rows a program holds."""
-        return next((n for n in ROW_STEPS if n >= self.num_heads * self.seqlen_q), ROW_STEPS[-1])
+        """Query rows a program holds: as few row tiles as hold all rows, and those as narrow as they may be."""
+        rows = self.num_heads * self.seqlen_q
+        tiles = -(-rows // ROW_STEPS[-1])
+        return next(step for step in ROW_STEPS if step * tiles >= rows)
 
     @property
     def row_tiles(self) -> int:
         return -(-self.num_heads * self.seqlen_q // self.rows)
 
     @property
+    def team_halves(self) -> int:
+        """Warpgroups of each of the two teams, as tile.cuh has it."""
+        return 2 if self.rows <= 16 else 1
+
+    @property
+    def threads(self) -> int:
+        return (2 * self.team_halves + 1) * 128
+
+    @property
     def shared_bytes(self) -> int:
         """As `Shared` in tile.cuh has it."""
-        ring = STAGES * TILE_N * TOKEN_BYTES
-        query = 9 * self.rows * 128
-        probability, score = 2 * 4 * TILE_N * self.rows * 2, 2 * 2 * TILE_N // 2 * self.rows * 4
-        small = (2 * 16 + 2 + 1) * self.rows * 4 + (16 + 2) * 4 + 2 * STAGES * 8
+        ring, query = STAGES * TILE_N * TOKEN_BYTES, 9 * self.rows * 128
+        probability = 2 * 4 * TILE_N * self.rows * 2
+        score = 2 * 2 * TILE_N // 2 * self.rows * 4 if self.team_halves == 2 else 0
+        warps = 8 * self.team_halves
+        small = (2 * warps + 2 + 1) * self.rows * 4 + (warps + 2) * 4 + 2 * STAGES * 8
         return ring + query + probability + score + small + 1024
 
     def cubin(self) -> bytes:
@@ -106,7 +117,7 @@ def attention_kernel(variant: Variant) -> Kernel:
         variant.cubin,
         "mla_attention_ds_mla",
         _PARAMS,
-        threads=THREADS,
+        threads=variant.threads,
         shared_bytes=variant.shared_bytes,
         cooperative=True,
         pdl=True,

@@ -6,7 +6,7 @@
 
 namespace streamla {
 
-// 4 latents of a thread that follow each other in each group of its half; the neighbour in g has the next 4.
+// 4 latents of a thread that follow each other in each group of a run; the neighbour in g has the next 4.
 struct RangePerGroup {
     DEVICE static float value_unit(u32 shared, int team) { return streamla::value_unit(shared, team); }
 
@@ -14,15 +14,15 @@ struct RangePerGroup {
                                     const Lane& lane) {
         if (!exists) return;
 #pragma unroll
-        for (int i = 0; i < HALF_GROUPS; i++)
-            *reinterpret_cast<float4*>(row + first_group_latent(lane, i)) =
+        for (int i = 0; i < RUN_GROUPS; i++)
+            *reinterpret_cast<float4*>(row + first_group_latent(lane, run, i)) =
                 make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
     }
     DEVICE static void store_bfloats(u16* row, const float (&v)[THREAD_LATENTS], bool aligned, int run,
                                      const Lane& lane) {
 #pragma unroll
-        for (int i = 0; i < HALF_GROUPS; i++) {
-            u16* p = row + first_group_latent(lane, i);
+        for (int i = 0; i < RUN_GROUPS; i++) {
+            u16* p = row + first_group_latent(lane, run, i);
             const uint2 pairs = {pack_bfloat2(v[4 * i], v[4 * i + 1]), pack_bfloat2(v[4 * i + 2], v[4 * i + 3])};
             if (aligned) {
                 *reinterpret_cast<uint2*>(p) = pairs;
@@ -35,6 +35,6 @@ struct RangePerGroup {
         }
     }
 };
-static_assert(RUNS == 1 && GROUP_THREAD_LATENTS == 4, "a quad of accumulators is of one group");
+static_assert(GROUP_THREAD_LATENTS == 4, "a quad of accumulators is of one group");
 
 }  // namespace streamla

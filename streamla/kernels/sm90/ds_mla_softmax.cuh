@@ -31,22 +31,29 @@ DEVICE float value_unit(u32 shared, int team) {
     return load_shared_f32(limit_address(shared, team)) * (1.0f / (1 << LIMIT_EXPONENT));
 }
 
-// Of this thread's token.
+// Of this thread's tokens.
 struct GroupScales {
-    float of[SCALE_GROUPS];
+    float of[THREAD_TOKENS][SCALE_GROUPS];
 
-    DEVICE static GroupScales load(u32 stage, const Lane& lane) {
-        const float4 v = load_shared_f32x4(stage + stage_offset(lane.token(0)) + SCALES_OFFSET);
-        return {v.x, v.y, v.z, v.w};
+    DEVICE void load(u32 stage, const Lane& lane) {
+#pragma unroll
+        for (int x = 0; x < THREAD_TOKENS; x++) {
+            const float4 v = load_shared_f32x4(stage + stage_offset(lane.token(x)) + SCALES_OFFSET);
+            of[x][0] = v.x, of[x][1] = v.y, of[x][2] = v.z, of[x][3] = v.w;
+        }
     }
     // A token that was not loaded, or one that some row must not see: its probability of 0 must stay 0.
-    DEVICE void clear_unless_finite(bool exists) {
+    DEVICE void clear_unless_finite(int x, bool exists) {
 #pragma unroll
         for (int i = 0; i < SCALE_GROUPS; i++)
-            if (!exists || !(fabsf(of[i]) < -NEG_INF)) of[i] = 0.0f;
+            if (!exists || !(fabsf(of[x][i]) < -NEG_INF)) of[x][i] = 0.0f;
     }
     DEVICE float largest() const {
-        return fmaxf(fmaxf(fabsf(of[0]), fabsf(of[1])), fmaxf(fabsf(of[2]), fabsf(of[3])));
+        float v = 0.0f;
+#pragma unroll
+        for (int i = 0; i < THREAD_TOKENS * SCALE_GROUPS; i++)
+            v = fmaxf(v, fabsf(of[i / SCALE_GROUPS][i % SCALE_GROUPS]));
+        return v;
     }
 };
 
@@ -55,18 +62,21 @@ DEVICE void store_scaled_probabilities(Scores& p, const Scores& scores, const Ro
                                        const GroupScales& scales, float limit, u32 address) {
     const float unit = unit_of(limit);
 #pragma unroll
-    for (int c = 0; c < GROUPS; c++) {
+    for (int x = 0; x < THREAD_TOKENS; x++) {
 #pragma unroll
-        for (int k = 0; k < 2; k++)
-            p[c][0][k] = exp2_approx(scores[c][0][k] - exponent_base(largest[c][k]));
-    }
+        for (int c = 0; c < GROUPS; c++) {
 #pragma unroll
-    for (int i = 0; i < SCALE_GROUPS; i++) {
-        const float scale = scales.of[i] * unit;
+            for (int k = 0; k < 2; k++)
+                p[c][x][k] = exp2_approx(scores[c][x][k] - exponent_base(largest[c][k]));
+        }
 #pragma unroll
-        for (int c = 0; c < GROUPS; c++)
-            store_shared(address + i * SCALED_PROBABILITY_BYTES + c * PROBABILITY_GROUP,
-                         pack_half2(p[c][0][0] * scale, p[c][0][1] * scale));
+        for (int i = 0; i < SCALE_GROUPS; i++) {
+            const float scale = scales.of[x][i] * unit;
+#pragma unroll
+            for (int c = 0; c < GROUPS; c++)
+                store_shared(address + i * SCALED_PROBABILITY_BYTES + c * PROBABILITY_GROUP + x * 8 * 16,
+                             pack_half2(p[c][x][0] * scale, p[c][x][1] * scale));
+        }
     }
     fence_async_proxy();
 }
@@ -110,8 +120,11 @@ DEVICE void softmax_scaled_tile(RowValues& sums, Accumulator& acc, const Scores&
         const float2 running = load_shared_f32x2(team_max_address(shared, lane.team, lane.row(c, 0)));
         largest[c][0] = running.x;
         largest[c][1] = running.y;
-        exceeds |= scores[c][0][0] > largest[c][0] + THRESHOLD;
-        exceeds |= scores[c][0][1] > largest[c][1] + THRESHOLD;
+#pragma unroll
+        for (int x = 0; x < THREAD_TOKENS; x++) {
+            exceeds |= scores[c][x][0] > largest[c][0] + THRESHOLD;
+            exceeds |= scores[c][x][1] > largest[c][1] + THRESHOLD;
+        }
     }
     exceeds = __any_sync(FULL_WARP, exceeds);
     Scores p;
@@ -125,8 +138,11 @@ DEVICE void softmax_scaled_tile(RowValues& sums, Accumulator& acc, const Scores&
     }
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
-        sums[c][0] += p[c][0][0];
-        sums[c][1] += p[c][0][1];
+#pragma unroll
+        for (int x = 0; x < THREAD_TOKENS; x++) {
+            sums[c][0] += p[c][x][0];
+            sums[c][1] += p[c][x][1];
+        }
     }
 }
 

@@ -23,6 +23,7 @@ _GROUP_SCALES = (
     MLASpec(8, _DS_MLA),
     MLASpec(16, _DS_MLA, page_size=1),  # a bulk copy for every token
     MLASpec(4, _DS_MLA, seqlen_q=4, page_size=16),
+    MLASpec(24, _DS_MLA),
     MLASpec(32, _DS_MLA),  # two programs side by side
 )
 _WIDE = (

@@ -74,8 +74,8 @@ DEVICE constexpr u32 stage_offset(int token) {
 constexpr int QUERY_BLOCK_BYTES = ROWS * 128;  // 64 dimensions of all rows in fp16, 128-byte swizzle
 
 // Two halves meet in a barrier between a tile's last read of P^T and the next tile's first write. One
-// warpgroup does not: it writes to the other buffer.
-constexpr int PROBABILITY_BUFFERS = 2 / TEAM_HALVES;
+// warpgroup does not: it writes to the other buffer, or meets there if P^T of four groups leaves no room for two.
+constexpr int PROBABILITY_BUFFERS = GROUP_SCALES ? 1 : 2 / TEAM_HALVES;
 
 // Byte offsets in dynamic shared memory, from a multiple of 1024.
 struct Shared {
