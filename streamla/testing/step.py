@@ -169,6 +169,8 @@ STEP: tuple[Invariant, ...] = (
         _case(f"queries-{s}-{rope or 'nope'}", "several new tokens, over tiles and pages", (130, 65, s - 1, 0, 66, 200), seqlen_q=s, num_heads=4, rope=rope)
         for s, rope in ((2, "neox"), (3, None), (4, "interleaved"), (5, "neox"))
     ),
+    _case("places", "positions as a model has them", places=True),
+    _case("places-neox", "the same of several new tokens", (130, 65, 1, 0, 66), seqlen_q=4, num_heads=4, rope="neox", places=True),
     _case("not-causal", "every query sees every new token", (130, 65, 2), seqlen_q=3, num_heads=8, causal=False),
     _case("some-slots", "rows that are skipped are read as they are", (130, 0, 64, 65, 1, 300, 2), slots="some"),
     _case("some-slots-causal", "the same beside rows that are written", (130, 3, 64, 65, 1, 300), slots="some", seqlen_q=4, num_heads=4),
@@ -199,8 +201,8 @@ STEP: tuple[Invariant, ...] = (
         _case(f"gpu-{f}-{rope or 'nope'}-{s}", "many splits, empty requests, one token", _LONG, gpu=True, kv_format=f, rope=rope, seqlen_q=s, num_heads=16 // s)
         for f, rope, s in (("fp8_e4m3fn", "interleaved", 1), ("fp8_e4m3fn", "neox", 2), ("fp8_e4m3fn", None, 4), ("bf16", "interleaved", 1))
     ),
-    _case("gpu-many", "several requests a program", tuple(1 + 37 * b % 150 for b in range(700)), gpu=True, slots="some"),
-    _on(check_repeats, "gpu-step-repeats", _FAR, gpu=True),
+    _case("gpu-many", "several requests a program", tuple(1 + 37 * b % 150 for b in range(700)), gpu=True, slots="some", places=True),
+    _on(check_repeats, "gpu-step-repeats", _FAR, gpu=True, places=True),
     _on(check_repeats, "gpu-step-repeats-short", tuple(range(1, 400)), gpu=True),
     _on(check_repeats, "gpu-step-repeats-causal", _FAR, seqlen_q=4, num_heads=8, gpu=True, rope="neox"),
     _on(check_graph, "gpu-step-graph", _LONG, gpu=True),

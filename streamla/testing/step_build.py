@@ -25,6 +25,7 @@ class StepCase(Case):
         slots: which tokens have a slot: "all", "some", "none", or "short", a mapping that ends early. A token of an
             empty request has one of a page that nobody reads.
         values: of the new tokens, as in `EpilogueCase`.
+        places: positions are the tokens' places in their requests, as in a model; else random.
         gap: elements between the parts of a new row's projection: 8 keeps rows aligned to 16 bytes, 1 does not.
     """
 
@@ -32,6 +33,7 @@ class StepCase(Case):
     slots: str = "all"
     values: str = "normal"
     reserved_slot: int | None = None
+    places: bool = False
     gap: int = 8
 
 
@@ -112,6 +114,10 @@ def build_step(
     positions = cos_sin = None
     if case.rope is not None:
         positions = torch.randint(NUM_POSITIONS, (tokens,), generator=generator, device=device)
+        if case.places:
+            place = held.cache_seqlens.long()[:, None] - spec.seqlen_q
+            place = place + torch.arange(spec.seqlen_q, device=device)
+            positions = place.clamp(0, NUM_POSITIONS - 1).flatten()
         cos_sin = draw_table(NUM_POSITIONS, spec.qk_rope_head_dim, generator)
     slots = _slots(case, held)
     written = slots[
