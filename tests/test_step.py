@@ -230,3 +230,20 @@ def test_places_on_a_gpu_are_checked_in_debug_mode(monkeypatch):
     monkeypatch.setenv("STREAMLA_DEBUG", "1")
     with pytest.raises(ValueError, match="slot_mapping: need the token's place in the page table"):
         inputs.step(plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["fp8_e4m3fn", "bf16"])
+def test_a_capture_is_served_once_warm(kv_format, seed):
+    device = torch.device("cuda")
+    case = StepCase("", "", (70, 3, 0), num_heads=5, kv_format=kv_format)
+    streamla.warmup(case.spec, [3], device=device)
+    inputs = build_step(case, device, seed)
+    plan = streamla.plan(inputs.held.cache_seqlens, inputs.held.spec)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = inputs.step(plan)
+    want = expect(inputs, plan)
+    graph.replay()
+    torch.cuda.synchronize()
+    check_equal(inputs, out, lse, want, "replayed")
