@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from streamla.cli import bench_files, console
+from streamla.cli import bench_files, console, epilogue
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +25,14 @@ app.command("report")(bench_files.report)
 app.command("compare")(bench_files.compare)
 app.command("collect")(bench_files.collect)
 app.command("tables")(bench_files.tables)
+app.command("epilogue")(epilogue.epilogue)
+app.command("timeline")(epilogue.timeline)
 
 CPU_SCALE = 256  # contexts are divided by this without a GPU
 CPU_MAX_TOKENS = 1 << 14
-OUTPUTS = ("--json", "--report")  # say where results go: not part of a recorded command
+# Options that say where results go are no part of a recorded command, and where files lie is not either.
+OUTPUTS = ("--json", "--report", "--svg")
+INPUTS = ("--trace", "--vllm")
 
 
 @dataclass(frozen=True)
@@ -252,13 +256,13 @@ def _run(workloads: list[Workload], options: Options, traffic: list[dict]) -> Re
 
 
 def _command(arguments: list[str]) -> str:
-    """The command as another machine would give it: no output, and no folder of the trace."""
+    """The command as another machine would give it: no output, and of other files only the name."""
     kept: list[str] = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if kept and kept[-1] == "--trace":
+        if kept and kept[-1] in INPUTS:
             argument = Path(argument).name
-        elif name == "--trace" and equals:
+        elif name in INPUTS and equals:
             argument = f"{name}={Path(value).name}"
         if kept and kept[-1] in OUTPUTS:
             kept.pop()

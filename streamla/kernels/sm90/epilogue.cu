@@ -352,6 +352,7 @@ DEVICE void write_cache_rows(u32 block, const Halves& source, const Cache& cache
     allow_next_grid();
     if (slot >= 0 && slot < cache.pool_slots && slot != cache.reserved_slot)
         stored.write(row, place, aligned & ALIGNED_CACHE);
+    stamp(STAMP_DONE);
 }
 
 struct Query {
@@ -401,6 +402,7 @@ DEVICE void write_query(u32 block, const Halves& source, const Query& query, con
             stored.write(query.out + token * query.token_stride + head * query.head_stride + piece * sizeof(stored),
                          aligned & ALIGNED_OUT);
     }
+    stamp(STAMP_DONE);
 }
 
 }  // namespace streamla

@@ -23,7 +23,7 @@ BLOCK_ROWS = 4  # rows of a program, or of each round of one
 THREAD_ROWS = (1, 2, 4)  # rounds
 RESIDENT = 4  # programs of one round that an SM holds
 
-_PARAMS = (
+PARAMS = (
     PTR, I64, I64, PTR, I64, I64,        # q_nope, q_pe
     PTR, I64, PTR, I64,                  # kv_c, k_pe
     PTR, I64, I64, U32, U32, I64,        # kv_cache, its strides in bytes, page_size, its magic, slots
@@ -53,7 +53,7 @@ def kernel(kv_format: KVFormat, q_format: KVFormat, thread_rows: int) -> Kernel:
     return Kernel(
         lambda: compile_cuda(SOURCE, defines=defines(kv_format, q_format)),
         f"mla_epilogue_{thread_rows}",
-        _PARAMS,
+        PARAMS,
         threads=THREADS,
         pdl=True,
     )
@@ -89,13 +89,38 @@ def epilogue(
     inputs_ready: bool,
 ) -> None:
     """Write the query of every token to `q_out` and the cache row of every token that has a slot."""
+    thread_rows = rounds(q_nope.shape[0] * q_nope.shape[1], _units(q_out.device.index))
+    launch(
+        kernel(spec.kv_format, q_format, thread_rows), thread_rows, q_nope, q_pe, kv_c, k_pe, kv_cache,
+        slot_mapping, q_out, spec, positions, cos_sin, rope, q_scale, k_scale, reserved_slot, inputs_ready,
+    )  # fmt: skip
+
+
+def launch(
+    kernel: Kernel,
+    thread_rows: int,
+    q_nope: torch.Tensor,
+    q_pe: torch.Tensor,
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_out: torch.Tensor,
+    spec: MLASpec,
+    positions: torch.Tensor | None,
+    cos_sin: torch.Tensor | None,
+    rope: str | None,
+    q_scale: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    reserved_slot: int | None,
+    inputs_ready: bool,
+) -> None:
+    """The launch of `kernel`, whose threads have `thread_rows` query rows each."""
     tokens, num_heads = q_nope.shape[:2]
-    device = q_out.device.index
     query_rows, num_slots = tokens * num_heads, slot_mapping.shape[0]
-    thread_rows = rounds(query_rows, _units(device))
     cache_programs = -(-num_slots // BLOCK_ROWS)
     item, q_item = kv_cache.element_size(), q_out.element_size()
-    kernel(spec.kv_format, q_format, thread_rows).launch(
+    kernel.launch(
         cache_programs + -(-query_rows // (BLOCK_ROWS * thread_rows)),
         q_nope.data_ptr(), *q_nope.stride()[:2], q_pe.data_ptr(), *q_pe.stride()[:2],
         kv_c.data_ptr(), kv_c.stride(0), k_pe.data_ptr(), k_pe.stride(0),
@@ -107,7 +132,7 @@ def epilogue(
         q_out.data_ptr(), q_item * q_out.stride(0), q_item * q_out.stride(1), _address(q_scale),
         num_heads, _magic(num_heads), query_rows,
         cache_programs, _alignment(q_nope, q_pe, kv_c, k_pe, kv_cache, cos_sin, q_out), inputs_ready,
-        device=device,
+        device=q_out.device.index,
     )  # fmt: skip
 
 

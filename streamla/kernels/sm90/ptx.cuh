@@ -342,8 +342,24 @@ DEVICE int load_relaxed(const int* p) {
 
 // ---- programmatic dependent launch
 
+// When a program came to the wait, when that was over, when it had issued its last store.
+enum Stamp { STAMP_ARRIVED, STAMP_RELEASED, STAMP_DONE, STAMPS };
+#ifdef STREAMLA_STAMPS  // the address of STAMPS times (ns) a program: `streamla bench timeline` reads them
+DEVICE void stamp(Stamp which) {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now) :: "memory");
+    if (threadIdx.x == 0) reinterpret_cast<volatile u64*>(STREAMLA_STAMPS)[blockIdx.x * STAMPS + which] = now;
+}
+#else
+DEVICE void stamp(Stamp) {}
+#endif
+
 // Until the grid before this one in the stream has finished and its writes are visible.
-DEVICE void wait_for_previous_grid() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void wait_for_previous_grid() {
+    stamp(STAMP_ARRIVED);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    stamp(STAMP_RELEASED);
+}
 // The next grid may be launched; it still waits for this one before it reads.
 DEVICE void allow_next_grid() { asm volatile("griddepcontrol.launch_dependents;"); }
 
