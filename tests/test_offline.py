@@ -68,6 +68,22 @@ def check(found: list[KernelFacts], names: list[str], target: str) -> None:
         assert f.programs_per_unit >= 1, f"{f.variant} does not fit: {f.limit}"
         assert f.instructions > 20, f.variant
         assert (f.matrix > 0) == ("/attention" in f.variant), f.variant
+        if target == "sm_90a" and f.variant.startswith("sm90/"):
+            check_order(f)
+
+
+def check_order(f: KernelFacts) -> None:
+    """Where a kernel may start before the one ahead has ended, its first wait comes before the first store and
+    before the next kernel is let in; in attention, before the first load too."""
+    order = list(f.opcodes)  # by first occurrence
+    if "/merge" not in f.variant:
+        assert "ACQBULK" in order, f"{f.variant} is launched early and never waits"
+    if "ACQBULK" not in order:
+        return
+    after = ["STG", "ST", "RED", "ATOMG", "UBLKCP", "PREEXIT"]
+    after += ["LDG", "LD"] if "/attention" in f.variant else []
+    early = [op for op in after if op in order and order.index(op) < order.index("ACQBULK")]
+    assert not early, f"{f.variant}: {early} before the wait"
 
 
 @pytest.mark.parametrize("target", TARGETS)
