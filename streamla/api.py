@@ -62,7 +62,7 @@ def plan(
     checks.check_lengths(cache_seqlens, max_seqlen)
     batch, device = cache_seqlens.shape[0], cache_seqlens.device
     if out is None:
-        chosen, *cost = _choose(spec, device, impl)
+        chosen, *cost = _choose(ops.spec_facts("", spec), device, impl)
         checks.check_workspace(batch, spec, CostModel(*cost), max_seqlen, batch_invariant)
         out = empty_plan(
             batch, spec, chosen, CostModel(*cost), device, max_seqlen, batch_invariant
@@ -73,15 +73,16 @@ def plan(
     return out
 
 
-def _choose(spec: MLASpec, device: torch.device, impl: str) -> tuple[str, int, int, int, int, int]:
+# Both take the spec as a string: Dynamo does not hand a dataclass to a function whose result it keeps as a constant.
+def _choose(facts: str, device: torch.device, impl: str) -> tuple[str, int, int, int, int, int]:
     """The implementation's name and its cost model, as constants that a compiled graph can hold."""
-    arch = arch_of(device)
+    spec, arch = ops.read_spec(facts), arch_of(device)
     chosen = select(spec, arch, impl)
     return chosen.name, *dataclasses.astuple(chosen.load().cost_model(spec, arch))
 
 
-def _choose_epilogue(spec: MLASpec, device: torch.device, impl: str) -> str:
-    return select(spec, arch_of(device), impl, epilogue=True).name
+def _choose_epilogue(facts: str, device: torch.device, impl: str) -> str:
+    return select(ops.read_spec(facts), arch_of(device), impl, epilogue=True).name
 
 
 # What torch.compiler.assume_constant_result does, without its import of the whole compiler.
@@ -255,7 +256,8 @@ def epilogue(
     checks_epilogue.check_values(slot_mapping, positions, cos_sin, kv_cache, spec, reserved_slot)
     if not isinstance(inputs_ready, bool):
         raise TypeError(f"inputs_ready: need a bool; got {type(inputs_ready).__name__}")
-    facts = ops.spec_facts(_choose_epilogue(spec, device, impl), spec)
+    facts = ops.spec_facts("", spec)
+    facts = _choose_epilogue(facts, device, impl) + facts
     torch.ops.streamla.epilogue(
         q_nope, q_pe, kv_c, k_pe, kv_cache, slot_mapping, q_out, positions, cos_sin, rope,
         q_scale, k_scale, q_format.value, reserved_slot, inputs_ready, facts,

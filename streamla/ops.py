@@ -79,10 +79,15 @@ def spec_facts(impl: str, spec: MLASpec) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _read_spec_facts(facts: str) -> tuple[ModuleType, MLASpec]:
-    impl, kv_format, *numbers = facts.split()
+    impl, rest = facts.split(maxsplit=1)
+    return next(i for i in IMPLS if i.name == impl).load(), read_spec(rest)
+
+
+def read_spec(facts: str) -> MLASpec:
+    """The spec of `spec_facts` without an implementation's name."""
+    kv_format, *numbers = facts.split()
     heads, page_size, seqlen_q, latent, rope = (int(n) for n in numbers)
-    spec = MLASpec(heads, kv_format, page_size, seqlen_q, latent, rope)
-    return next(i for i in IMPLS if i.name == impl).load(), spec
+    return MLASpec(heads, kv_format, page_size, seqlen_q, latent, rope)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,6 +1,7 @@
 """The epilogue: bit for bit, at the public boundary and as an operator."""
 
 import dataclasses
+import importlib
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from streamla.testing.verify import why_skipped
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ON_GPU = ("portable", "sm90")
+hopper = importlib.import_module("streamla.kernels.sm90.epilogue")
 ON_CPU = [i for i in EPILOGUE if not i.case.gpu]
 SMALL = EpilogueCase(
     "", "", (4,), num_heads=3, page_size=4, kv_lora_rank=32, qk_rope_head_dim=16, k_scale=0.37,
@@ -185,21 +187,31 @@ def test_bytes_at_the_ends_of_fp8(impl):
         assert torch.where(is_nan, stored | 0x80, stored).tolist() == want, kv_format
 
 
-def test_every_bfloat16_is_rounded_to_fp8_as_the_oracle_rounds(device):
-    if device.type == "cpu" and not is_interpreted(device):
-        pytest.skip("needs Triton's interpreter")
+@pytest.mark.parametrize(("impl", "width"), [("portable", 8192), ("sm90", 512)])
+@pytest.mark.parametrize(
+    "scale", [None, 1.0, -3.0, 0.0, 1e-39, 3e-37, 0.3, 1e30, torch.inf, torch.nan]
+)
+def test_every_bfloat16_is_rounded_to_fp8_as_the_oracle_rounds(device, impl, width, scale):
+    tokens = (1 << 16) // width
+    spec = MLASpec(1, KVFormat.FP8_E4M3FN, page_size=tokens, kv_lora_rank=width)
+    if (
+        reason := why_skipped(EpilogueCase("", "", (), kv_lora_rank=width), impl, device)
+    ) is not None:
+        pytest.skip(reason)
     values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    rows = values.view(8, 8192).to(device)
+    rows = values.view(tokens, width).to(device)
     zeros = torch.zeros_like(rows)
+    divisor = 1.0 if scale is None else torch.tensor([scale])
     for kv_format in (KVFormat.FP8_E4M3FN, KVFormat.FP8_E4M3FNUZ):
-        spec = MLASpec(1, kv_format, page_size=8, kv_lora_rank=8192)
-        cache = torch.zeros(1, 8, spec.row_width, dtype=torch.uint8, device=device)
+        spec = dataclasses.replace(spec, kv_format=kv_format)
+        cache = torch.zeros(1, tokens, spec.row_width, dtype=torch.uint8, device=device)
         streamla.epilogue(
             zeros[:, None], zeros[:, None, :64], rows, zeros[:, :64], cache,
-            torch.arange(8, device=device), spec, impl="portable",
+            torch.arange(tokens, device=device), spec, impl=impl,
+            k_scale=None if scale is None else divisor.to(device),
         )  # fmt: skip
-        want = to_fp8(values.view(8, 8192).float(), kv_format.storage_dtype)
-        assert_equal(kv_format.value, cache[0, :, :8192].view(kv_format.storage_dtype), want)
+        want = to_fp8(values.view(tokens, width).float() / divisor, kv_format.storage_dtype)
+        assert_equal(kv_format.value, cache[0, :, :width].view(kv_format.storage_dtype), want)
 
 
 def test_new_rows_are_decoded():
@@ -292,41 +304,52 @@ def test_a_compiled_step_keeps_both_inserts_and_copies_no_cache(device, q_format
 # --- on a GPU
 
 
+@pytest.fixture
+def widths(impl) -> dict[str, int]:
+    """Widths that nothing else here compiles, if there is a choice."""
+    widths = {"kv_lora_rank": 512 if impl == "sm90" else 256}
+    widths["qk_rope_head_dim"] = widths["kv_lora_rank"] // 8
+    if (reason := why_skipped(EpilogueCase("", "", (), **widths), impl, GPU)) is not None:
+        pytest.skip(reason)
+    return widths
+
+
 @pytest.mark.gpu
-def test_values_on_a_gpu_are_checked_in_debug_mode(monkeypatch):
+@pytest.mark.parametrize("impl", ON_GPU)
+def test_values_on_a_gpu_are_checked_in_debug_mode(monkeypatch, impl, widths):
     """Without it nothing waits for the device, and a slot past the pool writes nothing."""
-    given = on(torch.device("cuda"), arguments())
+    given = on(GPU, arguments(**widths))
     before = given["kv_cache"].view(torch.uint8).clone()
     given["slot_mapping"] = torch.tensor([12, 13, 2**40, 12], device="cuda")
-    q = streamla.epilogue(**given, impl="portable")
+    q = streamla.epilogue(**given, impl=impl)
     assert torch.equal(given["kv_cache"].view(torch.uint8), before)
     assert q.isfinite().all()
     monkeypatch.setenv("STREAMLA_DEBUG", "1")
     with pytest.raises(ValueError, match=r"slots below 12 .* got 12 for token 0"):
-        streamla.epilogue(**given, impl="portable")
+        streamla.epilogue(**given, impl=impl)
     given["slot_mapping"] = torch.tensor([3, 3, 1, 0], device="cuda")
     with pytest.raises(ValueError, match=r"every slot once; got 3 for tokens \[0, 1\]"):
-        streamla.epilogue(**given, impl="portable")
+        streamla.epilogue(**given, impl=impl)
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_a_capture_is_served_once_warm(seed):
+@pytest.mark.parametrize("impl", ON_GPU)
+def test_a_capture_is_served_once_warm(seed, impl, widths):
     """`warmup` compiles what a bf16 query, or one in the cache's flavour, needs; no capture compiles."""
-    device = torch.device("cuda")
-    # Widths that nothing else here compiles.
-    case = EpilogueCase("", "", (3,), num_heads=5, kv_lora_rank=256, qk_rope_head_dim=32)
+    hopper.kernel.cache_clear()
+    case = EpilogueCase("", "", (3,), num_heads=5, **widths)
     graph = torch.cuda.CUDAGraph()
-    cold = build(case, device, seed)
+    cold = build(case, GPU, seed)
     with pytest.raises(RuntimeError, match=r"streamla.warmup"), torch.cuda.graph(graph):
-        cold.run("portable")
-    streamla.warmup(case.spec, [3], impl="portable", device=device)
+        cold.run(impl)
+    streamla.warmup(case.spec, [3], impl=impl, device=GPU)
     for rope, q_format in ((None, "bf16"), ("neox", "bf16"), ("interleaved", "fp8_e4m3fn")):
-        inputs = build(dataclasses.replace(case, rope=rope, q_format=q_format), device, seed)
-        eager = inputs.run("portable")
+        inputs = build(dataclasses.replace(case, rope=rope, q_format=q_format), GPU, seed)
+        eager = inputs.run(impl)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            q = inputs.run("portable")
+            q = inputs.run(impl)
         graph.replay()
         assert_equal("q", q, eager)
 

@@ -124,12 +124,12 @@ class Chain:
         )  # fmt: skip
 
     def epilogue_call(self, pdl: bool) -> Callable[[], None]:
-        from streamla.kernels.sm90.epilogue import PARAMS, SOURCE, THREADS, defines, launch
+        from streamla.kernels.sm90.epilogue import PARAMS, SOURCE, defines, launch, threads
 
         t = self.tensors
         kernel = Kernel(
             compile_cuda(SOURCE, defines={**defines(*t.formats), **self.epilogue.defines}),
-            "mla_epilogue_1", PARAMS, threads=THREADS, pdl=pdl,
+            "mla_epilogue_1", PARAMS, threads=threads(1), pdl=pdl,
         )  # fmt: skip
         return lambda: launch(
             kernel, 1, *t.inputs, self.cache, t.slots, t.q_out, t.spec, t.positions, t.cos_sin, t.rope,

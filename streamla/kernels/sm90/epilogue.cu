@@ -1,8 +1,9 @@
 // The epilogue: the query, rotated, scaled and joined, and the new cache rows, in one launch (docs/epilogue.md).
 // The result is epilogue_reference's to the last bit.
 //
-// A thread has 8 values of a row, 16 bytes of bf16; a program has 4 rows: eight warps their latents, one their ropes.
-// The first programs have cache rows, the others query rows.
+// 8 values of a row, 16 bytes of bf16, are a piece. Eight warps of a program have the latents of its rows, and a thread
+// PIECES of them, all of one row; the other warps have the ropes, and a thread one piece. The first programs have cache
+// rows, the others query rows.
 //
 // Order under programmatic dependent launch: only q_nope and q_pe may come from the grid ahead. With `early`, everything
 // else is read before the wait. Nothing is stored, and the next grid is not let in, before it.
@@ -17,8 +18,7 @@ constexpr Format Q_FORMAT = static_cast<Format>(STREAMLA_Q_FORMAT);
 
 constexpr int LATENT = 512, PIECE = 8;
 constexpr int LATENT_PIECES = LATENT / PIECE, ROPE_DIM = 64, ROPE_PIECES = ROPE_DIM / PIECE;
-constexpr int BLOCK_ROWS = 4, LATENT_THREADS = BLOCK_ROWS * LATENT_PIECES;
-constexpr int THREADS = BLOCK_ROWS * (LATENT_PIECES + ROPE_PIECES);
+constexpr int LATENT_THREADS = 256;
 constexpr int GROUP_LANES = 128 / PIECE;  // lanes that hold a scaling group of fp8_ds_mla
 constexpr int GROUP_SCALES = LATENT, DS_MLA_ROPE = LATENT + LATENT / 128 * 4;  // bytes into a row
 
@@ -43,17 +43,36 @@ DEVICE float load_f32(const float* p) {
     return v;
 }
 
+// Where a piece's two halves of 4 values lie in a row: side by side; or apart, the first and the second of neox's pairs.
+struct Where {
+    int first, second;
+    bool apart;
+
+    DEVICE static Where latent(int piece) { return {piece * PIECE, piece * PIECE + PIECE / 2, false}; }
+    DEVICE static Where rope(int piece, int rope) {
+        if (rope != NEOX) return latent(piece);
+        return {piece * (PIECE / 2), (ROPE_DIM + piece * PIECE) / 2, true};
+    }
+};
+
 struct Piece {
     u32 pairs[4];  // bf16
 
-    DEVICE static Piece load(const u16* p, bool aligned) {
+    DEVICE static Piece load(const u16* row, const Where& where, bool aligned) {
         Piece v;
-        if (aligned) {
+        const u16 *first = row + where.first, *second = row + where.second;
+        if (aligned && !where.apart) {
             asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(v.pairs[0]), "=r"(v.pairs[1]), "=r"(v.pairs[2]), "=r"(v.pairs[3]) : "l"(p));
+                         : "=r"(v.pairs[0]), "=r"(v.pairs[1]), "=r"(v.pairs[2]), "=r"(v.pairs[3]) : "l"(first));
+        } else if (aligned) {
+            asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.pairs[0]), "=r"(v.pairs[1]) : "l"(first));
+            asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(v.pairs[2]), "=r"(v.pairs[3]) : "l"(second));
         } else {
 #pragma unroll
-            for (int i = 0; i < 4; i++) v.pairs[i] = load_u16(p + 2 * i) | load_u16(p + 2 * i + 1) << 16;
+            for (int i = 0; i < 4; i++) {
+                const u16* p = (i < 2 ? first : second) + i % 2 * 2;
+                v.pairs[i] = load_u16(p) | load_u16(p + 1) << 16;
+            }
         }
         return v;
     }
@@ -64,34 +83,37 @@ struct Piece {
             v[2 * i + 1] = bfloat_high(pairs[i]);
         }
     }
-    // The piece of another lane.
-    DEVICE Piece exchanged(int lanes) const {
-        Piece other;
-#pragma unroll
-        for (int i = 0; i < 4; i++) other.pairs[i] = __shfl_xor_sync(FULL_WARP, pairs[i], lanes);
-        return other;
-    }
 };
 
-DEVICE void store(u8* p, const u32 (&v)[4], bool aligned) {
-    if (aligned) {
+DEVICE void store(u8* row, const Where& where, const u32 (&v)[4], bool aligned) {
+    u8 *first = row + 2 * where.first, *second = row + 2 * where.second;
+    if (aligned && !where.apart) {
         asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
-                     :: "l"(p), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
-        return;
-    }
+                     :: "l"(first), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+    } else if (aligned) {
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(first), "r"(v[0]), "r"(v[1]) : "memory");
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(second), "r"(v[2]), "r"(v[3]) : "memory");
+    } else {
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-        asm volatile("st.global.b16 [%0], %1;"
-                     :: "l"(p + 2 * i), "h"(static_cast<u16>(v[i / 2] >> 16 * (i % 2))) : "memory");
+        for (int i = 0; i < 8; i++)
+            asm volatile("st.global.b16 [%0], %1;"
+                         :: "l"((i < 4 ? first : second) + i % 4 * 2), "h"(static_cast<u16>(v[i / 2] >> 16 * (i % 2)))
+                         : "memory");
+    }
 }
-DEVICE void store(u8* p, const u32 (&v)[2], bool aligned) {
-    if (aligned) {
-        asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(p), "r"(v[0]), "r"(v[1]) : "memory");
-        return;
-    }
+DEVICE void store(u8* row, const Where& where, const u32 (&v)[2], bool aligned) {
+    u8 *first = row + where.first, *second = row + where.second;
+    if (aligned && !where.apart) {
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(first), "r"(v[0]), "r"(v[1]) : "memory");
+    } else if (aligned) {
+        asm volatile("st.global.b32 [%0], %1;" :: "l"(first), "r"(v[0]) : "memory");
+        asm volatile("st.global.b32 [%0], %1;" :: "l"(second), "r"(v[1]) : "memory");
+    } else {
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-        asm volatile("st.global.b8 [%0], %1;" :: "l"(p + i), "r"(v[i / 4] >> 8 * (i % 4)) : "memory");
+        for (int i = 0; i < 8; i++)
+            asm volatile("st.global.b8 [%0], %1;"
+                         :: "l"((i < 4 ? first : second) + i % 4), "r"(v[i / 4] >> 8 * (i % 4)) : "memory");
+    }
 }
 
 // ---- formats
@@ -110,11 +132,54 @@ DEVICE u32 to_e4m3fnuz(float value) {
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x80 : code;  // that is the one NaN
 }
 
+// IEEE quotients, as far as fp8 can tell: with the rounded inverse, two steps of Newton's iteration give the correctly
+// rounded quotient wherever nothing under- or overflows. Powers of two keep the scale far from both; a value that
+// overflows with them has a quotient that saturates, one that vanishes has 0.
+DEVICE void divide(float (&v)[PIECE], float scale) {
+    const float magnitude = fabsf(scale);
+    const float shift = magnitude < 0x1p-60f ? 0x1p100f : magnitude > 0x1p60f ? 0x1p-100f : 1.0f;
+    const float shifted_scale = __fmul_rn(scale, shift), inverse = __frcp_rn(shifted_scale);
+    // 0, infinity, NaN: the product is the quotient, and stays it.
+    const bool ordinary = magnitude > 0.0f && magnitude < __uint_as_float(0x7f800000);
+    const float divisor = ordinary ? shifted_scale : 0.0f;
+#pragma unroll
+    for (int i = 0; i < PIECE; i++) {
+        const float dividend = __fmul_rn(v[i], shift), product = __fmul_rn(dividend, inverse);
+        float q = product;
+#pragma unroll
+        for (int step = 0; step < 2; step++) q = __fmaf_rn(__fmaf_rn(-q, divisor, dividend), inverse, q);
+        // An iteration from infinity or NaN, or from -0, would go astray.
+        v[i] = copysignf(fabsf(product) < 1e6f ? q : product, product);
+    }
+}
+
+// What fp8 values are divided by. Nearly always the products with a bit less and a bit more than the inverse, between
+// which the quotient lies, have the same fp8 value. The inverse of a power of two is exact: then both are the quotient.
+struct Scale {
+    bool exists;
+    float value, low, high;
+
+    DEVICE static Scale of(bool exists, float value) {
+        if (!exists) return {false, 1.0f, 1.0f, 1.0f};
+        const float magnitude = fabsf(value), inverse = __frcp_rn(value);
+        if (!(magnitude >= 0x1p-60f && magnitude <= 0x1p60f)) return {true, value, 1.0f, -1.0f};  // never the same
+        if (!(__float_as_uint(value) & 0x7fffff)) return {true, value, inverse, inverse};
+        return {true, value, __fmul_rn(inverse, 1.0f - 0x1p-21f), __fmul_rn(inverse, 1.0f + 0x1p-21f)};
+    }
+};
+
 // Values as a format stores them: nearest even; fp8 saturates and keeps NaN.
 template <Format FORMAT> struct Stored {
-    static constexpr int VALUE_BYTES = FORMAT == BF16 ? 2 : 1;
-    u32 words[2 * VALUE_BYTES];
+    static constexpr int VALUE_BYTES = FORMAT == BF16 ? 2 : 1, WORDS = 2 * VALUE_BYTES;
+    u32 words[WORDS];
 
+    // Of the products with `factor`.
+    DEVICE static Stored of(const float (&v)[PIECE], float factor) {
+        float product[PIECE];
+#pragma unroll
+        for (int i = 0; i < PIECE; i++) product[i] = __fmul_rn(v[i], factor);
+        return of(product);
+    }
     DEVICE static Stored of(const float (&v)[PIECE]) {
         Stored s;
         if constexpr (FORMAT == BF16) {
@@ -137,8 +202,20 @@ template <Format FORMAT> struct Stored {
         }
         return s;
     }
+    // Of the quotients; without a scale, of the values.
+    DEVICE static Stored of(float (&v)[PIECE], const Scale& scale) {
+        if (FORMAT == BF16 || !scale.exists) return of(v);
+        if constexpr (FORMAT == E4M3FN) {
+            const Stored low = of(v, scale.low);
+            if (scale.low == scale.high) return low;
+            const Stored high = of(v, scale.high);
+            if (low.words[0] == high.words[0] && low.words[1] == high.words[1]) return low;
+        }
+        divide(v, scale.value);
+        return of(v);
+    }
     // A piece that is not rotated. A bf16 one stays as it is.
-    DEVICE static Stored of(const Piece& piece, const float* scale_pointer, float scale) {
+    DEVICE static Stored of(const Piece& piece, const Scale& scale) {
         if constexpr (FORMAT == BF16) {
             Stored s;
 #pragma unroll
@@ -147,18 +224,10 @@ template <Format FORMAT> struct Stored {
         } else {
             float v[PIECE];
             piece.widen(v);
-            return of(v, scale_pointer, scale);
+            return of(v, scale);
         }
     }
-    // Of the quotients value / scale; without a scale, of the values.
-    DEVICE static Stored of(float (&v)[PIECE], const float* scale_pointer, float scale) {
-        if (FORMAT != BF16 && scale_pointer) {
-#pragma unroll
-            for (int i = 0; i < PIECE; i++) v[i] = __fdiv_rn(v[i], scale);
-        }
-        return of(v);
-    }
-    DEVICE void write(u8* p, bool aligned) const { store(p, words, aligned); }
+    DEVICE void write(u8* row, const Where& where, bool aligned) const { store(row, where, words, aligned); }
 };
 
 // ---- rotation
@@ -171,11 +240,11 @@ struct Table {
     bool aligned;
 };
 
-// What a piece of a rope is rotated by: v * cos + partner * sin, where the first of a pair has -sin.
+// What the 4 pairs of a piece are rotated by.
 struct Rotation {
-    float cos[PIECE], sin[PIECE];
+    float cos[PIECE / 2], sin[PIECE / 2];
 
-    DEVICE static void load4(float* v, const float* p, bool aligned) {
+    DEVICE static void load4(float (&v)[4], const float* p, bool aligned) {
         if (aligned) {
             asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                          : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "l"(p));
@@ -187,40 +256,26 @@ struct Rotation {
     // Nothing is read outside the table: the nearest row is taken.
     DEVICE void load(const Table& table, u32 token, int piece) {
         const i64 position = min(max(load_i64(table.positions + token), 0ll), table.rows - 1);
-        const float* row = table.cos_sin + position * table.stride;
-        if (table.rope == INTERLEAVED) {
-            float c[4], s[4];
-            load4(c, row + piece * 4, table.aligned);
-            load4(s, row + ROPE_DIM / 2 + piece * 4, table.aligned);
+        const float* row = table.cos_sin + position * table.stride + piece * (PIECE / 2);
+        load4(cos, row, table.aligned);
+        load4(sin, row + ROPE_DIM / 2, table.aligned);
+    }
+    // Every product and sum is rounded by itself.
+    DEVICE void apply(float (&v)[PIECE], const Piece& piece, int kind) const {
+        piece.widen(v);
+        if (kind == NONE) return;
+        if (kind == NEOX) {
 #pragma unroll
-            for (int i = 0; i < PIECE; i++) {
-                cos[i] = c[i / 2];
-                sin[i] = i % 2 ? s[i / 2] : -s[i / 2];
-            }
+            for (int i = 0; i < PIECE / 2; i++) rotate(v[i], v[PIECE / 2 + i], i);
         } else {
-            const float* first = row + piece % (ROPE_PIECES / 2) * PIECE;
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                load4(cos + 4 * i, first + 4 * i, table.aligned);
-                load4(sin + 4 * i, first + ROPE_DIM / 2 + 4 * i, table.aligned);
-            }
-#pragma unroll
-            for (int i = 0; i < PIECE; i++) sin[i] = piece < ROPE_PIECES / 2 ? -sin[i] : sin[i];
+            for (int i = 0; i < PIECE / 2; i++) rotate(v[2 * i], v[2 * i + 1], i);
         }
     }
-    // Every product and sum is rounded by itself. All lanes of the rope warp call it.
-    DEVICE void apply(float (&v)[PIECE], const Piece& piece, int rope) const {
-        float own[PIECE], other[PIECE];
-        piece.widen(own);
-        if (rope == NEOX) {
-            piece.exchanged(ROPE_PIECES / 2).widen(other);
-        } else {
-#pragma unroll
-            for (int i = 0; i < PIECE; i++) other[i] = own[i ^ 1];
-        }
-#pragma unroll
-        for (int i = 0; i < PIECE; i++)
-            v[i] = __fadd_rn(__fmul_rn(own[i], cos[i]), __fmul_rn(other[i], sin[i]));
+    DEVICE void rotate(float& a, float& b, int i) const {
+        const float first = __fsub_rn(__fmul_rn(a, cos[i]), __fmul_rn(b, sin[i]));
+        b = __fadd_rn(__fmul_rn(b, cos[i]), __fmul_rn(a, sin[i]));
+        a = first;
     }
 };
 
@@ -236,36 +291,42 @@ struct Divisor {
     }
 };
 
-// The piece of this thread: of which of the program's rows, and where.
-struct Place {
+// Which of the program's rows a thread has, and which pieces: latents `piece + i * ROW_LANES`, or the one of the rope.
+template <int PIECES> struct Place {
+    static constexpr int ROW_LANES = LATENT_PIECES / PIECES, ROWS = LATENT_THREADS / ROW_LANES;
     int row, piece;
     bool is_rope;
 
     DEVICE static Place here() {
         const int t = threadIdx.x, r = t - LATENT_THREADS;
-        if (r < 0) return {t / LATENT_PIECES, t % LATENT_PIECES, false};
+        if (r < 0) return {t / ROW_LANES, t % ROW_LANES, false};
         return {r / ROPE_PIECES, r % ROPE_PIECES, true};
     }
+    DEVICE Where latent(int i) const { return Where::latent(piece + i * ROW_LANES); }
 };
 
 struct Halves {
     const u16 *latent, *rope;
     i64 latent_token, latent_head, rope_token, rope_head;
 
-    DEVICE const u16* at(u32 token, u32 head, const Place& place) const {
-        return (place.is_rope ? rope + token * rope_token + head * rope_head
-                              : latent + token * latent_token + head * latent_head) + place.piece * PIECE;
+    DEVICE const u16* row(u32 token, u32 head, bool is_rope) const {
+        return is_rope ? rope + token * rope_token + head * rope_head
+                       : latent + token * latent_token + head * latent_head;
     }
 };
 
-struct Cache {
-    u8* rows;
-    i64 page_stride, token_stride;  // bytes
-    Divisor page_size;
-    const i64* slot_mapping;
-    i64 num_slots, pool_slots, reserved_slot;
-    const float* scale;
-};
+// A piece of a rope, rotated, as it is stored.
+template <Format FORMAT>
+DEVICE void write_rope(u8* row, const Where& where, const Piece& piece, const Rotation& rotation, int kind,
+                       const Scale& scale, bool aligned) {
+    if (FORMAT == BF16 && kind == NONE) {
+        Stored<FORMAT>::of(piece, scale).write(row, where, aligned);
+        return;
+    }
+    float v[PIECE];
+    rotation.apply(v, piece, kind);
+    Stored<FORMAT>::of(v, scale).write(row, where, aligned);
+}
 
 // fp8_ds_mla: the exponent of the power of two, 2^ceil(log2(max(amax / 448, 1e-4))), that scales a group's 128 values.
 DEVICE u32 group_exponent(const Piece& piece) {
@@ -285,73 +346,86 @@ DEVICE u32 group_exponent(const Piece& piece) {
 }
 DEVICE float power_of_two(u32 biased_exponent) { return __uint_as_float(biased_exponent << 23); }
 
-// What one thread stores of a cache row.
-template <Format FORMAT> struct CachePiece {
-    static constexpr Format LATENT_FORMAT = FORMAT == DS_MLA ? E4M3FN : FORMAT;
-    static constexpr Format ROPE_FORMAT = FORMAT == DS_MLA ? BF16 : FORMAT;
-    Stored<LATENT_FORMAT> latent;
-    Stored<ROPE_FORMAT> rope;
-    float group_scale;
+struct Cache {
+    u8* rows;
+    i64 page_stride, token_stride;  // bytes
+    Divisor page_size;
+    const i64* slot_mapping;
+    i64 num_slots, pool_slots, reserved_slot;
+    const float* scale;
 
-    DEVICE void make(const Piece& piece, const Place& place, const Rotation& rotation, int kind, const float* scale_pointer) {
-        const float scale = FORMAT != DS_MLA && scale_pointer ? load_f32(scale_pointer) : 1.0f;
-        if (place.is_rope) {
-            if (kind == NONE) {
-                rope = Stored<ROPE_FORMAT>::of(piece, scale_pointer, scale);
-            } else {
-                float v[PIECE];
-                rotation.apply(v, piece, kind);
-                rope = Stored<ROPE_FORMAT>::of(v, scale_pointer, scale);
-            }
-        } else if constexpr (FORMAT == DS_MLA) {
-            const u32 exponent = group_exponent(piece);
-            group_scale = power_of_two(exponent);
-            float v[PIECE];
-            piece.widen(v);
-            // The inverse of a power of two, so the product is rounded as the quotient is.
-#pragma unroll
-            for (int i = 0; i < PIECE; i++) v[i] = __fmul_rn(v[i], power_of_two(254 - exponent));
-            latent = Stored<LATENT_FORMAT>::of(v);
-        } else {
-            latent = Stored<LATENT_FORMAT>::of(piece, scale_pointer, scale);
-        }
-    }
-    DEVICE void write(u8* row, const Place& place, bool aligned) const {
-        if (place.is_rope) {
-            constexpr int BEGIN = FORMAT == DS_MLA ? DS_MLA_ROPE : LATENT * Stored<ROPE_FORMAT>::VALUE_BYTES;
-            rope.write(row + BEGIN + place.piece * sizeof(rope), aligned);
-            return;
-        }
-        latent.write(row + place.piece * sizeof(latent), aligned);
-        if (FORMAT == DS_MLA && place.piece % GROUP_LANES == 0)
-            asm volatile("st.global.f32 [%0], %1;"
-                         :: "l"(row + GROUP_SCALES + place.piece / GROUP_LANES * 4), "f"(group_scale) : "memory");
+    DEVICE bool has(i64 slot) const { return slot >= 0 && slot < pool_slots && slot != reserved_slot; }
+    // Of a slot of the pool, which has fewer than 2^32: rows of 576 bytes would fill more than 2 TB.
+    DEVICE u8* row(i64 slot) const {
+        const u32 used = static_cast<u32>(slot), page = page_size.divide(used);
+        return rows + page * page_stride + (used - page * page_size.divisor) * token_stride;
     }
 };
 
+// fp8_ds_mla: latents scaled by group, and the scales. All lanes of a warp call it; `writes`: this one has a row.
+DEVICE void write_group(u8* row, const Where& where, const Piece& piece, bool writes, bool aligned) {
+    const u32 exponent = group_exponent(piece);
+    if (!writes) return;
+    float v[PIECE];
+    piece.widen(v);
+    // The inverse of a power of two, so the product is rounded as the quotient is.
+    Stored<E4M3FN>::of(v, power_of_two(254 - exponent)).write(row, where, aligned);
+    const int group = where.first / 128;
+    if (where.first % 128 == 0)
+        asm volatile("st.global.f32 [%0], %1;"
+                     :: "l"(row + GROUP_SCALES + group * 4), "f"(power_of_two(exponent)) : "memory");
+}
+
+template <int PIECES>
 DEVICE void write_cache_rows(u32 block, const Halves& source, const Cache& cache, const Table& table, int aligned,
                              bool early) {
+    using Place = Place<PIECES>;
     const Place place = Place::here();
-    const u32 token = block * BLOCK_ROWS + place.row;
+    const Where rope = Where::rope(place.piece, table.rope);
+    const u32 token = block * Place::ROWS + place.row;
     const bool exists = token < cache.num_slots;
     if (!early) wait_for_previous_grid();
     i64 slot = -1;
-    Piece piece = {};
+    Piece pieces[PIECES] = {};
     Rotation rotation;
+    float scale_value = 1.0f;
     if (exists) {
+        const u16* row = source.row(token, 0, place.is_rope);
         slot = load_i64(cache.slot_mapping + token);
-        piece = Piece::load(source.at(token, 0, place), aligned & ALIGNED_NEW);
-        if (place.is_rope && table.rope != NONE) rotation.load(table, token, place.piece);
+        if (place.is_rope) {
+            pieces[0] = Piece::load(row, rope, aligned & ALIGNED_NEW);
+            if (table.rope != NONE) rotation.load(table, token, place.piece);
+        } else {
+#pragma unroll
+            for (int i = 0; i < PIECES; i++) pieces[i] = Piece::load(row, place.latent(i), aligned & ALIGNED_NEW);
+        }
+        if (cache.scale) scale_value = load_f32(cache.scale);
     }
-    CachePiece<KV_FORMAT> stored;
-    stored.make(piece, place, rotation, table.rope, cache.scale);
-    // A pool has fewer than 2^32 slots: rows of 576 bytes would fill more than 2 TB.
-    const u32 used = static_cast<u32>(slot), page = cache.page_size.divide(used);
-    u8* row = cache.rows + page * cache.page_stride + (used - page * cache.page_size.divisor) * cache.token_stride;
+    // What was loaded is not used before the wait: it may still be on its way.
     if (early) wait_for_previous_grid();
     allow_next_grid();
-    if (slot >= 0 && slot < cache.pool_slots && slot != cache.reserved_slot)
-        stored.write(row, place, aligned & ALIGNED_CACHE);
+    const Scale scale = Scale::of(cache.scale != nullptr, scale_value);
+    const bool writes = cache.has(slot);
+    u8* row = cache.row(slot);
+    if constexpr (KV_FORMAT == DS_MLA) {
+        if (place.is_rope && writes)
+            write_rope<BF16>(row + DS_MLA_ROPE, rope, pieces[0], rotation, table.rope, scale, aligned & ALIGNED_CACHE);
+        if (!place.is_rope) {
+#pragma unroll
+            for (int i = 0; i < PIECES; i++)
+                write_group(row, place.latent(i), pieces[i], writes, aligned & ALIGNED_CACHE);
+        }
+    } else if (writes) {
+        using Row = Stored<KV_FORMAT>;
+        if (place.is_rope) {
+            write_rope<KV_FORMAT>(row + LATENT * Row::VALUE_BYTES, rope, pieces[0], rotation, table.rope, scale,
+                                  aligned & ALIGNED_CACHE);
+        } else {
+#pragma unroll
+            for (int i = 0; i < PIECES; i++)
+                Row::of(pieces[i], scale).write(row, place.latent(i), aligned & ALIGNED_CACHE);
+        }
+    }
     stamp(STAMP_DONE);
 }
 
@@ -363,44 +437,37 @@ struct Query {
     u32 rows;  // of all tokens
 };
 
-template <int THREAD_ROWS>
+template <int PIECES>
 DEVICE void write_query(u32 block, const Halves& source, const Query& query, const Table& table, int aligned,
                         bool early) {
+    using Row = Stored<Q_FORMAT>;
+    using Place = Place<PIECES>;
     const Place place = Place::here();
-    const u32 first = block * (BLOCK_ROWS * THREAD_ROWS) + place.row;
-    const bool rotates = place.is_rope && table.rope != NONE;
+    const Where rope = Where::rope(place.piece, table.rope);
+    const u32 index = block * Place::ROWS + place.row, token = query.heads.divide(index);
+    const u32 head = index - token * query.heads.divisor;
+    const bool exists = index < query.rows;
+    const u16* from = source.row(token, head, place.is_rope);
+    u8* to = query.out + token * query.token_stride + head * query.head_stride;
+    const bool has_scale = Q_FORMAT != BF16 && query.scale;
     if (!early) wait_for_previous_grid();
     Rotation rotation;
-    if (rotates && first < query.rows) rotation.load(table, query.heads.divide(first), place.piece);
-    const float scale = Q_FORMAT != BF16 && query.scale ? load_f32(query.scale) : 1.0f;
+    if (exists && place.is_rope && table.rope != NONE) rotation.load(table, token, place.piece);
+    const float scale_value = has_scale ? load_f32(query.scale) : 1.0f;
     if (early) wait_for_previous_grid();
     allow_next_grid();
-
-    Piece pieces[THREAD_ROWS];
+    if (!exists) return;
+    if (place.is_rope) {
+        const Piece piece = Piece::load(from, rope, aligned & ALIGNED_QUERY);
+        write_rope<Q_FORMAT>(to + LATENT * Row::VALUE_BYTES, rope, piece, rotation, table.rope,
+                             Scale::of(has_scale, scale_value), aligned & ALIGNED_OUT);
+    } else {
+        Piece pieces[PIECES];
 #pragma unroll
-    for (int i = 0; i < THREAD_ROWS; i++) {
-        const u32 row = first + i * BLOCK_ROWS, token = query.heads.divide(row);
-        pieces[i] = {};
-        if (row < query.rows)
-            pieces[i] = Piece::load(source.at(token, row - token * query.heads.divisor, place), aligned & ALIGNED_QUERY);
-    }
+        for (int i = 0; i < PIECES; i++) pieces[i] = Piece::load(from, place.latent(i), aligned & ALIGNED_QUERY);
+        const Scale scale = Scale::of(has_scale, scale_value);
 #pragma unroll
-    for (int i = 0; i < THREAD_ROWS; i++) {
-        const u32 row = first + i * BLOCK_ROWS, token = query.heads.divide(row);
-        const u32 head = row - token * query.heads.divisor;
-        Stored<Q_FORMAT> stored;
-        if (rotates) {
-            if (i > 0 && row < query.rows) rotation.load(table, token, place.piece);
-            float v[PIECE];
-            rotation.apply(v, pieces[i], table.rope);
-            stored = Stored<Q_FORMAT>::of(v, query.scale, scale);
-        } else {
-            stored = Stored<Q_FORMAT>::of(pieces[i], query.scale, scale);
-        }
-        const int piece = place.is_rope ? LATENT_PIECES + place.piece : place.piece;
-        if (row < query.rows)
-            stored.write(query.out + token * query.token_stride + head * query.head_stride + piece * sizeof(stored),
-                         aligned & ALIGNED_OUT);
+        for (int i = 0; i < PIECES; i++) Row::of(pieces[i], scale).write(to, place.latent(i), aligned & ALIGNED_OUT);
     }
     stamp(STAMP_DONE);
 }
@@ -409,24 +476,25 @@ DEVICE void write_query(u32 block, const Halves& source, const Query& query, con
 
 using namespace streamla;
 
-#define MLA_EPILOGUE(THREAD_ROWS)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(THREADS) mla_epilogue_##THREAD_ROWS(                                  \
+#define MLA_EPILOGUE(PIECES)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(LATENT_THREADS + 32 * PIECES) mla_epilogue_##PIECES(                  \
         const u16* q_nope, i64 q_nope_token, i64 q_nope_head, const u16* q_pe, i64 q_pe_token, i64 q_pe_head,          \
         const u16* kv_c, i64 kv_c_token, const u16* k_pe, i64 k_pe_token, u8* kv_cache, i64 page_stride,               \
         i64 token_stride, u32 page_size, u32 page_magic, i64 pool_slots, const i64* slot_mapping, i64 num_slots,       \
         i64 reserved_slot, const float* k_scale, const i64* positions, const float* cos_sin, i64 cos_sin_stride,       \
         i64 num_positions, int rope, u8* q_out, i64 q_out_token, i64 q_out_head, const float* q_scale, u32 num_heads,  \
-        u32 heads_magic, u32 query_rows, u32 cache_blocks, int aligned, int early) {                                   \
+        u32 heads_magic, u32 query_rows, u32 cache_programs, int aligned, int early) {                                 \
         const Table table{positions, cos_sin, cos_sin_stride, num_positions, rope, (aligned & ALIGNED_TABLE) != 0};    \
-        if (blockIdx.x < cache_blocks) {                                                                               \
+        if (blockIdx.x < cache_programs) {                                                                             \
             const Cache cache{kv_cache,     page_stride, token_stride, {page_size, page_magic},                        \
                               slot_mapping, num_slots,   pool_slots,   reserved_slot,                                  \
                               k_scale};                                                                                \
-            write_cache_rows(blockIdx.x, {kv_c, k_pe, kv_c_token, 0, k_pe_token, 0}, cache, table, aligned, early);    \
+            write_cache_rows<PIECES>(blockIdx.x, {kv_c, k_pe, kv_c_token, 0, k_pe_token, 0}, cache, table, aligned,    \
+                                     early);                                                                           \
         } else {                                                                                                       \
             const Query query{q_out, q_out_token, q_out_head, q_scale, {num_heads, heads_magic}, query_rows};          \
             const Halves source{q_nope, q_pe, q_nope_token, q_nope_head, q_pe_token, q_pe_head};                       \
-            write_query<THREAD_ROWS>(blockIdx.x - cache_blocks, source, query, table, aligned, early);                 \
+            write_query<PIECES>(blockIdx.x - cache_programs, source, query, table, aligned, early);                    \
         }                                                                                                              \
     }
 

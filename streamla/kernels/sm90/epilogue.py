@@ -18,10 +18,18 @@ SOURCE = Path(__file__).with_name("epilogue.cu")
 FORMATS = (KVFormat.BF16, KVFormat.FP8_E4M3FN, KVFormat.FP8_E4M3FNUZ, KVFormat.FP8_DS_MLA)
 ROPES = (None, "interleaved", "neox")
 
-THREADS = 288
-BLOCK_ROWS = 4  # rows of a program, or of each round of one
-THREAD_ROWS = (1, 2, 4)  # rounds
-RESIDENT = 4  # programs of one round that an SM holds
+# Pieces of latents a thread, of 8 values each -> programs that an SM holds: registers decide.
+RESIDENT = {1: 5, 2: 4, 4: 3}
+
+
+def rows_of_program(pieces: int) -> int:
+    return 4 * pieces
+
+
+def threads(pieces: int) -> int:
+    """256 for the latents, and 8 a row for the ropes."""
+    return 256 + 8 * rows_of_program(pieces)
+
 
 PARAMS = (
     PTR, I64, I64, PTR, I64, I64,        # q_nope, q_pe
@@ -49,12 +57,12 @@ def defines(kv_format: KVFormat, q_format: KVFormat) -> dict[str, int]:
 
 
 @functools.cache
-def kernel(kv_format: KVFormat, q_format: KVFormat, thread_rows: int) -> Kernel:
+def kernel(kv_format: KVFormat, q_format: KVFormat, pieces: int) -> Kernel:
     return Kernel(
         lambda: compile_cuda(SOURCE, defines=defines(kv_format, q_format)),
-        f"mla_epilogue_{thread_rows}",
+        f"mla_epilogue_{pieces}",
         PARAMS,
-        threads=THREADS,
+        threads=threads(pieces),
         pdl=True,
     )
 
@@ -64,10 +72,22 @@ def _units(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def rounds(query_rows: int, units: int) -> int:
-    """Query rows of a thread: one, until that would take the GPU more than two waves of programs."""
-    waves = query_rows / (BLOCK_ROWS * RESIDENT * units)
-    return next((n for n in THREAD_ROWS if waves <= 2 * n), THREAD_ROWS[-1])
+def choose_pieces(query_rows: int, num_slots: int, units: int) -> int:
+    """Pieces a thread: as few as let all programs run at once, or the most there are."""
+    return next(
+        (
+            p
+            for p, resident in RESIDENT.items()
+            if sum(programs(query_rows, num_slots, p)) <= resident * units
+        ),
+        max(RESIDENT),
+    )
+
+
+def programs(query_rows: int, num_slots: int, pieces: int) -> tuple[int, int]:
+    """Programs of cache rows and of query rows."""
+    rows = rows_of_program(pieces)
+    return -(-num_slots // rows), -(-query_rows // rows)
 
 
 def epilogue(
@@ -89,16 +109,17 @@ def epilogue(
     inputs_ready: bool,
 ) -> None:
     """Write the query of every token to `q_out` and the cache row of every token that has a slot."""
-    thread_rows = rounds(q_nope.shape[0] * q_nope.shape[1], _units(q_out.device.index))
+    query_rows = q_nope.shape[0] * q_nope.shape[1]
+    pieces = choose_pieces(query_rows, slot_mapping.shape[0], _units(q_out.device.index))
     launch(
-        kernel(spec.kv_format, q_format, thread_rows), thread_rows, q_nope, q_pe, kv_c, k_pe, kv_cache,
+        kernel(spec.kv_format, q_format, pieces), pieces, q_nope, q_pe, kv_c, k_pe, kv_cache,
         slot_mapping, q_out, spec, positions, cos_sin, rope, q_scale, k_scale, reserved_slot, inputs_ready,
     )  # fmt: skip
 
 
 def launch(
     kernel: Kernel,
-    thread_rows: int,
+    pieces: int,
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     kv_c: torch.Tensor,
@@ -115,13 +136,13 @@ def launch(
     reserved_slot: int | None,
     inputs_ready: bool,
 ) -> None:
-    """The launch of `kernel`, whose threads have `thread_rows` query rows each."""
+    """The launch of `kernel`, whose threads have so many pieces."""
     tokens, num_heads = q_nope.shape[:2]
     query_rows, num_slots = tokens * num_heads, slot_mapping.shape[0]
-    cache_programs = -(-num_slots // BLOCK_ROWS)
+    cache_programs, query_programs = programs(query_rows, num_slots, pieces)
     item, q_item = kv_cache.element_size(), q_out.element_size()
     kernel.launch(
-        cache_programs + -(-query_rows // (BLOCK_ROWS * thread_rows)),
+        cache_programs + query_programs,
         q_nope.data_ptr(), *q_nope.stride()[:2], q_pe.data_ptr(), *q_pe.stride()[:2],
         kv_c.data_ptr(), kv_c.stride(0), k_pe.data_ptr(), k_pe.stride(0),
         kv_cache.data_ptr(), item * kv_cache.stride(0), item * kv_cache.stride(1),
@@ -170,21 +191,21 @@ def warm_epilogue(spec: MLASpec, device: torch.device) -> None:
     own = (spec.kv_format,) if spec.kv_format.has_scale else ()
     with torch.cuda.device(device):
         for q_format in (KVFormat.BF16, *own):
-            for thread_rows in THREAD_ROWS:
-                kernel(spec.kv_format, q_format, thread_rows).load()
+            for pieces in RESIDENT:
+                kernel(spec.kv_format, q_format, pieces).load()
 
 
 def offline_variants(target: str) -> list[CudaVariant]:
-    """Each format once as the cache's and once as the query's, and each number of rounds."""
+    """Each format once as the cache's and once as the query's, and each number of pieces."""
     if target != "sm_90a":
         return []
     bf16, fn, fnuz, ds_mla = FORMATS
     return [
         CudaVariant(
-            f"sm90/epilogue/{kv_format.value}-q-{q_format.value}-{thread_rows}", SOURCE,
-            f"mla_epilogue_{thread_rows}", THREADS, defines=defines(kv_format, q_format),
+            f"sm90/epilogue/{kv_format.value}-q-{q_format.value}-{pieces}", SOURCE,
+            f"mla_epilogue_{pieces}", threads(pieces), defines=defines(kv_format, q_format),
         )
-        for kv_format, q_format, thread_rows in (
+        for kv_format, q_format, pieces in (
             (bf16, bf16, 1), (fn, bf16, 1), (fn, bf16, 2), (fn, fn, 4), (fnuz, fnuz, 4), (ds_mla, bf16, 1),
         )
     ]  # fmt: skip
