@@ -16,11 +16,12 @@ import torch
 from streamla import api
 from streamla.bench.epilogue import EpilogueRecord, Tensors
 from streamla.kernels.sm90 import narrow
-from streamla.kernels.sm90.launch import cache_view, launch_attention
+from streamla.kernels.sm90.launch import cache_view, launch_attention, step_arguments
 from streamla.plan import DecodePlan
 from streamla.runtime.driver import I32, PTR, Kernel
 from streamla.runtime.nvrtc import compile_cuda
 from streamla.spec import KVFormat
+from streamla.step import NewTokens
 
 SCHEMA = "streamla-timeline/1"
 PRODUCER = Path(__file__).with_name("timeline.cu")
@@ -136,20 +137,26 @@ class Chain:
             None, t.k_scale, None, pdl,
         )  # fmt: skip
 
-    def attention_call(self, pdl: bool) -> Callable[[], None]:
-        t, variant = self.tensors, narrow.Variant.of(self.tensors.spec)
+    def attention_call(self, pdl: bool, step: bool = False) -> Callable[[], None]:
+        """Attention of the epilogue's query; or with `step`, of the producer's, and it writes the new rows."""
+        t, variant = self.tensors, narrow.Variant.of(self.tensors.spec, step=step)
         model = narrow.attention_kernel(variant)
         kernel = Kernel(
             compile_cuda(narrow.SOURCE, defines={**variant.defines, **self.attention.defines}),
             model.name, model.params, threads=model.threads, shared_bytes=model.shared_bytes,
             cooperative=model.cooperative, pdl=pdl,
         )  # fmt: skip
-        q = t.q_out.unsqueeze(1)
         cache = (*cache_view(self.cache), t.k_scale.data_ptr())
         programs = self.plan.cost.num_programs * variant.row_tiles
+        q_nope, q_pe = t.q_out.split((512, 64), -1)
+        arguments: tuple[int, ...] = ()
+        if step:
+            q_nope, q_pe, kv_c, k_pe = t.inputs
+            new = NewTokens(kv_c, k_pe, t.slots, t.positions, t.cos_sin, t.rope, None)
+            arguments = step_arguments(new, self.cache, self.plan)
         return lambda: launch_attention(
-            kernel, programs, q[..., :512], q[..., 512:], cache, self.table, self.plan, self.out, self.lse,
-            0.07, True, 1.0, True,
+            kernel, programs, q_nope.unsqueeze(1), q_pe.unsqueeze(1), cache, self.table, self.plan, self.out,
+            self.lse, 0.07, True, 1.0, True, arguments,
         )  # fmt: skip
 
     def lane(
@@ -185,7 +192,7 @@ class Chain:
 
 
 def lanes(requests: int, context: int, num_heads: int, device: torch.device) -> list[Lane]:
-    """Plain torch, the epilogue in stream order, and both ways of programmatic launch."""
+    """Plain torch; the epilogue, in stream order and in both ways of programmatic launch; no epilogue at all."""
     chain = Chain(requests, context, num_heads, device)
     late, early = (lambda early=early: chain.run_producer(early) for early in (False, True))
     ends = (chain.producer, chain.attention)
@@ -202,6 +209,10 @@ def lanes(requests: int, context: int, num_heads: int, device: torch.device) -> 
         chain.lane(
             "epilogue, programmatic launch, producer too",
             [early, chain.epilogue_call(True), overlapped], 3, all_three,
+        ),
+        chain.lane(
+            "decode_step, programmatic launch, producer too",
+            [early, chain.attention_call(True, step=True)], 2, ends,
         ),
     ]  # fmt: skip
 

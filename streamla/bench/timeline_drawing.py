@@ -20,7 +20,8 @@ def draw(document: dict[str, Any]) -> str:
     """SVG of every lane of the document, one above the other on one axis of time."""
     lanes: Sequence[dict[str, Any]] = document["lanes"]
     rows = [len(lane["spans"]) + (len(lane["spans"]) < lane["launches"]) for lane in lanes]
-    last = max(lane["window_us"] for lane in lanes)
+    # The launches of torch may go on past the picture's right edge.
+    last = max(lane["window_us"] for lane in lanes if lane["launches"] == len(lane["spans"]))
     with matplotlib.rc_context(STYLE):
         figure = Figure(
             figsize=(WIDTH, 0.62 + sum(0.27 * n + 0.34 for n in rows)), layout="constrained"
@@ -34,18 +35,18 @@ def draw(document: dict[str, Any]) -> str:
 
 
 def _draw_lane(axes: Axes, lane: dict[str, Any], last: float) -> None:
-    spans, window, right = lane["spans"], lane["window_us"], last * 1.12
+    spans, window, right = lane["spans"], lane["window_us"], last * 1.25
     hidden = lane["launches"] - len(spans)
     names = [spans[0]["name"]]
     if hidden:
-        names.append(f"{hidden} launches of torch")
+        names.append(f"{hidden} launches")
     names += [span["name"] for span in spans[1:]]
     axes.axvspan(0, window, color="#f0e442", alpha=0.35, linewidth=0)
     for span in spans:
         row = names.index(span["name"])
         color = COLORS.get(span["name"], "#009e73")
         begin, released = max(span["begin"], -BEFORE_US), max(span["released"], -BEFORE_US)
-        end = right if span["end"] is None else span["end"]
+        end = max(right, released) if span["end"] is None else span["end"]
         axes.barh(
             row,
             released - begin,
@@ -61,6 +62,8 @@ def _draw_lane(axes: Axes, lane: dict[str, Any], last: float) -> None:
         axes.barh(
             1, window, BAR, 0, color="#777777", alpha=WAITING, hatch="....", edgecolor="white"
         )
+    if window > right:
+        axes.text(right, len(names) - 1, f"at {window:.1f} µs →", ha="right", va="center")
     axes.axvline(0, color="black", linewidth=0.8)
     axes.axvline(window, color="black", linewidth=0.8)
     axes.set_title(f"{lane['name']}: {window:.2f} µs", loc="left")

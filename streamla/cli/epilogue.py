@@ -19,6 +19,13 @@ def epilogue(
     rope: Annotated[
         str, typer.Option(help="none, interleaved, neox; several: none,neox.")
     ] = "none",
+    requests: Annotated[
+        str,
+        typer.Option(
+            help="Also time decode_step for so many requests; several: 1,8. none: do not."
+        ),
+    ] = "none",
+    context: Annotated[str, typer.Option(help="Cached tokens of each of them.")] = "4K",
     impl: Annotated[str, typer.Option(help="auto or the name of one.")] = "auto",
     vllm: Annotated[
         Path | None,
@@ -32,6 +39,9 @@ def epilogue(
 
     from streamla.bench.epilogue import SCHEMA, EpilogueRecord, measure, shapes
     from streamla.bench.peers import vllm_epilogue
+    from streamla.bench.step import measure_steps
+    from streamla.bench.workloads import Workload
+    from streamla.spec import MLASpec
 
     device = _gpu()
     absent = vllm_epilogue.load(vllm)
@@ -45,10 +55,25 @@ def epilogue(
         for shape in wanted:
             records.append(measure(shape, device, absent is None, seed))
             console.advance(bar, f"{shape.tokens} tokens, {shape.num_heads} heads")
-    facts = {"vllm": absent or "measured", "records": [asdict(r) for r in records]}
+    steps = []
+    if requests != "none":
+        (length,) = console.integers("context", context)
+        spec = MLASpec(16, "fp8_e4m3fn")
+        counts = console.integers("requests", requests)
+        steps = measure_steps(
+            [Workload("step", spec, (length,) * n) for n in counts], device, impl=impl
+        )
+    measured = {"records": [asdict(r) for r in records], "steps": [asdict(s) for s in steps]}
+    facts = {"vllm": absent or "measured", **measured}
     console.write_json(_document(SCHEMA, device, facts), json)
     if not console.quiet(json):
         _print(records, absent)
+        for s in steps:
+            console.out.print(
+                f"{s.requests} requests of {s.context} tokens, {s.num_heads} heads: decode {s.decode_us:.2f} us, "
+                f"decode_step {s.decode_step_us:.2f}, epilogue and decode {s.two_calls_us:.2f}",
+                highlight=False,
+            )
 
 
 def timeline(
