@@ -18,8 +18,8 @@ SOURCE = Path(__file__).with_name("epilogue.cu")
 FORMATS = (KVFormat.BF16, KVFormat.FP8_E4M3FN, KVFormat.FP8_E4M3FNUZ, KVFormat.FP8_DS_MLA)
 ROPES = (None, "interleaved", "neox")
 
-# Pieces of latents a thread, of 8 values each -> programs that an SM holds: registers decide.
-RESIDENT = {1: 5, 2: 4, 4: 3}
+PIECES = (1, 2, 4)  # of latents a thread, of 8 values each
+CROWDED = 1.1  # programs an SM at which more pieces a thread pay
 
 
 def rows_of_program(pieces: int) -> int:
@@ -73,14 +73,10 @@ def _units(device: int) -> int:
 
 
 def choose_pieces(query_rows: int, num_slots: int, units: int) -> int:
-    """Pieces a thread: as few as let all programs run at once, or the most there are."""
+    """Pieces a thread: as few as leave an SM about one program, or the most there are."""
     return next(
-        (
-            p
-            for p, resident in RESIDENT.items()
-            if sum(programs(query_rows, num_slots, p)) <= resident * units
-        ),
-        max(RESIDENT),
+        (p for p in PIECES if sum(programs(query_rows, num_slots, p)) <= CROWDED * units),
+        PIECES[-1],
     )
 
 
@@ -191,7 +187,7 @@ def warm_epilogue(spec: MLASpec, device: torch.device) -> None:
     own = (spec.kv_format,) if spec.kv_format.has_scale else ()
     with torch.cuda.device(device):
         for q_format in (KVFormat.BF16, *own):
-            for pieces in RESIDENT:
+            for pieces in PIECES:
                 kernel(spec.kv_format, q_format, pieces).load()
 
 
