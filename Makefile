@@ -2,7 +2,8 @@
 # make bench   the benchmark on this machine: on a GPU the grid of 20 shapes, without one a small grid on
 #              the CPU; and the lengths of a request trace, if TRACE names one
 # make results every number of README and of the folder OUT, beside the peers that are installed: minutes of a GPU.
-#              TRACE adds its traffic; OTHERS names a folder of the peers that cannot share a process with the rest
+#              TRACE adds its traffic; OTHERS names a folder of the peers that cannot share a process with the rest;
+#              VLLM the extension of a vLLM wheel that is not installed, for its epilogue
 # make figures the figures of README from the results in FROM, as they were committed
 # make lint    linters and type checker
 #
@@ -17,6 +18,7 @@ RESULTS ?=
 PEERS ?= none
 OUT ?= benchmarks/results/h200
 OTHERS ?=
+VLLM ?=
 FROM ?= $(OUT)/blog.json
 
 # A torch that is installed already knows its GPU; without a GPU the CPU build is enough, and naming one
@@ -64,6 +66,8 @@ measured: $(INSTALLED_bench)
 	$(BENCH) --grid pages,small --json $(OUT)/grids.json
 	$(BENCH) --grid formats --peers flashmla-a8w8,fa3-qv --energy --json $(OUT)/formats.json
 	$(if $(TRACE),$(BENCH) --trace $(TRACE) --concurrency $(CONCURRENCY) --samples 3 --json $(OUT)/ragged.json)
+	$(BENCH) epilogue --requests 1,8,16,64 $(if $(VLLM),--vllm $(VLLM)) --json $(OUT)/epilogue.json
+	$(BENCH) timeline --json $(OUT)/epilogue-timeline.json
 	$(BENCH) --grid blog --impl none --peers flashinfer-fa2,flashinfer-fa3,flashinfer-fa2-bf16,flashinfer-fa3-bf16 --json $(OUT)/flashinfer.json
 	$(BENCH) --grid blog --impl portable --peers vllm-triton,torch-eager --json $(OUT)/slow.json
 	$(BENCH) --grid blog --impl none --peers torch-sdpa --max-tokens 128K --json $(OUT)/sdpa.json
@@ -87,6 +91,7 @@ tables: $(INSTALLED_bench)
 
 figures: $(INSTALLED_bench)
 	$(BENCH) report $(FROM) --out docs/figures --formats svg --no-page
+	$(if $(wildcard $(OUT)/epilogue-timeline.json),$(BENCH) timeline --from $(OUT)/epilogue-timeline.json --svg docs/figures/epilogue-timeline.svg)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(if $(GPU),--system-site-packages) $(VENV)
