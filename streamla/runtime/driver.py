@@ -19,7 +19,12 @@ import torch
 
 # Parameter types: the `struct` codes of what the kernel declares.
 PTR, I32, U32, I64, F32 = "P", "i", "I", "q", "f"
-_WORDS = {PTR: "a pointer (int)", I32: "int32", U32: "uint32", I64: "int64", F32: "float"}
+TENSOR_MAP_BYTES = 128
+TENSOR_MAP = f"{TENSOR_MAP_BYTES}s"
+_WORDS = {
+    PTR: "a pointer (int)", I32: "int32", U32: "uint32", I64: "int64", F32: "float",
+    TENSOR_MAP: "a tensor map (bytes)",
+}  # fmt: skip
 
 _PORTABLE_CLUSTER = 8  # larger clusters must be asked for
 _INVALID_CONTEXT = 201
@@ -35,7 +40,7 @@ class Kernel:
     Args:
         cubin: the compiled module, or a function that returns it (called at the first load).
         name: the kernel's `extern "C"` name.
-        params: the kernel's parameters in order, each of PTR, I32, U32, I64, F32.
+        params: the kernel's parameters in order, each of PTR, I32, U32, I64, F32, TENSOR_MAP.
         threads: threads a program.
         shared_bytes: dynamic shared memory a program; above 48 KB it is opted into.
         cooperative: all programs are resident at once, or the launch is refused.
@@ -73,19 +78,20 @@ class Kernel:
         base = ctypes.addressof(self._arguments)
         # A zero count pads to the alignment of its type: the size up to it is the parameter's offset.
         offsets = [
-            struct.calcsize(f"@{''.join(self.params[:i])}0{code}")
+            struct.calcsize(f"@{''.join(self.params[:i])}0{code[-1]}")
             for i, code in enumerate(self.params)
         ]
         self._pointers = (ctypes.c_void_p * max(1, len(offsets)))(*(base + o for o in offsets))
         self._pointers_address = ctypes.addressof(self._pointers)
 
     def launch(
-        self, grid: int | tuple[int, int, int], *args: int | float, device: int | None = None
+        self, grid: int | tuple[int, int, int], *args: int | float | bytes, device: int | None = None
     ) -> None:
         """Launch `grid` programs on torch's current stream of `device`; an empty grid does nothing.
 
         Args:
-            args: one for each of `params`; a pointer is `tensor.data_ptr()`, or 0 for none.
+            args: one for each of `params`; a pointer is `tensor.data_ptr()`, or 0 for none, a tensor map
+                what `encode_tensor_map` returned.
             device: index, the current device by default.
         """
         driver = cuda_driver()
@@ -213,6 +219,37 @@ class Kernel:
                 raise TypeError(
                     f"{self.name}: argument {i}: need {_WORDS[code]}; got {came}"
                 ) from None
+
+
+def encode_tensor_map(
+    address: int, *, shape: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> bytes:
+    """A tensor of 16-bit elements as the copy engine reads it, for a parameter of type TENSOR_MAP.
+
+    Shared memory gets the 128-byte swizzle of wgmma.
+
+    Args:
+        shape: elements of each dimension, the contiguous one first.
+        strides: bytes, of every dimension but the first.
+        box: elements of each dimension that one copy takes; the first makes 128 bytes.
+    """
+    driver = cuda_driver()
+    types, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    promotions, fills = driver.CUtensorMapL2promotion, driver.CUtensorMapFloatOOBfill
+    result = driver.cuTensorMapEncodeTiled(
+        types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        len(shape),
+        address,
+        [driver.cuuint64_t(n) for n in shape],
+        [driver.cuuint64_t(n) for n in strides],
+        [driver.cuuint32_t(n) for n in box],
+        [driver.cuuint32_t(1)] * len(shape),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+        promotions.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+        fills.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return struct.pack("16Q", *map(int, _checked(driver, result, "cuTensorMapEncodeTiled").opaque))
 
 
 @functools.cache

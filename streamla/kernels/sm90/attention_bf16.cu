@@ -5,6 +5,7 @@
 
 #include "bf16_load.cuh"
 #include "bf16_merge.cuh"
+#include "bf16_query.cuh"
 
 namespace streamla {
 
@@ -22,111 +23,77 @@ struct Range {
     }
 };
 
-DEVICE void mask_scores(Scores& scores, const Range& range, int token, const Lane& lane) {
-#pragma unroll
-    for (int c = 0; c < GROUPS; c++) {
-#pragma unroll
-        for (int k = 0; k < 2; k++)
-            if (token + lane.token() >= range.visible_end(lane.row(c, k))) scores[c][k] = NEG_INF;
-    }
-}
-
-// Where a tile lies in the ring. A tile of up to STAGE_N tokens has one stage: then what is read of another is
-// masked like every token that does not exist.
+// Where tokens end in a tile: those from `count` on do not exist.
 struct Tile {
-    int token, position;
-    bool has_second;
+    int token, count;
 
-    DEVICE static Tile at(const Range& range, int token, int position) {
-        return {token, position, token + STAGE_N < range.end};
+    DEVICE static Tile at(const Range& range, int token, const Ring& ring) {
+        return {token, min(ring.tokens(), range.end - token)};
     }
-    DEVICE TileAddress address(const Ring& ring, const Lane& lane) const {
-        return TileAddress::of(ring.stage(position), ring.stage(position + 1), lane);
-    }
-    DEVICE void wait_full(const Ring& ring) const {
-        ring.wait_full(position);
-        if (has_second) ring.wait_full(position + 1);
-    }
-    // This warp has read all that it needs.
-    DEVICE void release(const Ring& ring, const Lane& lane) const {
-        if (lane.lane) return;
-        mbarrier_arrive(ring.empty(position));
-        if (has_second) mbarrier_arrive(ring.empty(position + 1));
+    // Of a row: the first token of the tile that it does not see.
+    DEVICE int visible(const Range& range, int row) const {
+        return SEQLEN_Q == 1 ? count : min(count, range.visible_end(row) - token);
     }
 };
 
-// Leaves this half's part of the tile's scores, and waits for whatever wgmma was issued before.
-DEVICE void score_tile(float (&partial)[ROWS / 2], const Tile& tile, const Ring& ring, const Lane& lane) {
-    tile.wait_full(ring);
-    compute_scores(partial, tile.address(ring, lane).keys(lane), ring.shared, lane);
-}
-
-// From a tile's scores to products in flight.
-DEVICE void weigh_tile(State& state, Accumulator& acc, const float (&partial)[ROWS / 2], Values (&values)[TOKEN_STEPS],
-                       const Tile& tile, const Range& range, float score_scale, const Ring& ring, const Lane& lane) {
-    const u32 shared = ring.shared;
-    Scores scores;
-    send_scores(partial, scores, shared, lane);
-    const u32 address = tile.address(ring, lane).values(lane);
+DEVICE void mask_scores(Scores& scores, const Tile& tile, const Range& range, const Lane& lane) {
 #pragma unroll
-    for (int s = 0; s < TOKEN_STEPS; s++) values[s].load(address, s);
-    named_barrier(BARRIER_MATH, MATH_THREADS);
-    receive_scores(scores, score_scale, shared, lane);
+    for (int c = 0; c < GROUPS; c++) {
 #pragma unroll
-    for (int s = 0; s < TOKEN_STEPS; s++) values[s].trade();
-    if (tile.token + TILE_N > range.visible_end(0)) {
-        mask_scores(scores, range, tile.token, lane);
+        for (int k = 0; k < 2; k++) {
+            const int visible = tile.visible(range, lane.row(c, k));
 #pragma unroll
-        for (int s = 0; s < TOKEN_STEPS; s++)
-            values[s].mask(range.end - tile.token, range.visible_end(0) - tile.token, s, lane);
-    }
-    softmax_step(state, acc, scores, shared, lane);
-    tile.release(ring, lane);
-    issue_output(acc, values, shared);
-}
-
-DEVICE void run_math(const Query& query, const Output& output, float score_scale, bool causal, const int* work,
-                     int first_item, int last_item, int* counters, const Ring& ring) {
-    const Lane lane = Lane::here();
-    const u32 shared = ring.shared;
-    int position = 0;
-    for (int index = first_item; index < last_item; index++) {
-        const Item item = Item::load(work, index);
-        load_query(query, item.request, shared);
-        named_barrier(BARRIER_MATH, MATH_THREADS);
-
-        Accumulator acc;
-#pragma unroll
-        for (int j = 0; j < M_TILES; j++) {
-#pragma unroll
-            for (int i = 0; i < ROWS / 2; i++) acc[j][i] = 0.0f;
+            for (int i = 0; i < 2; i++)
+                if (lane.token(i) >= visible) scores[4 * c + 2 * i + k] = NEG_INF;
         }
+    }
+}
+
+// From a tile in its slot to accumulators.
+DEVICE void attend_tile(State& state, Accumulator& acc, const Tile& tile, const Range& range, float score_scale,
+                        const Ring& ring, const Lane& lane) {
+    const u32 shared = ring.shared, slot = uniform(ring.address());
+    Scores scores;
+    ring.wait_full();
+    compute_scores(scores, slot, shared);
+#pragma unroll
+    for (int e = 0; e < ROWS / 2; e++) scores[e] *= score_scale;  // in base 2
+    const int first_hidden = max(0, tile.visible(range, 0));
+    if (first_hidden < TILE_N) mask_scores(scores, tile, range, lane);
+    agree_on_max(state, acc, scores, shared, lane);
+    const int steps = product_steps(tile.count);
+    if (first_hidden < steps * STEP_N) cover_values(slot, first_hidden, tile.count, steps * STEP_N, lane);
+    store_probabilities(state, scores, shared, lane);
+    fence_async_proxy();
+    named_barrier(BARRIER_MATH, MATH_THREADS);
+    accumulate_output(acc, slot, steps, shared);
+}
+
+DEVICE void run_math(const Output& output, float score_scale, bool causal, Items items, u32 shared) {
+    const Lane lane = Lane::here();
+    Ring ring{shared};
+    u32 round = 0;
+    for (; items.any(); items.advance(), round ^= 1) {
+        const Item item = items.item;
+        const Range range = Range::of(item, causal);
         State state;
         state.reset();
-        const Range range = Range::of(item, causal);
-        float partial[ROWS / 2];
-        Tile tile = Tile::at(range, range.begin, position);
-        if (tile.token < range.end) score_tile(partial, tile, ring, lane);
-        while (tile.token < range.end) {
-            const Tile next = Tile::at(range, tile.token + TILE_N, tile.position + 2);
-            Values values[TOKEN_STEPS];
-            weigh_tile(state, acc, partial, values, tile, range, score_scale, ring, lane);
-            if (next.token < range.end)
-                score_tile(partial, next, ring, lane);
-            else
-                wgmma_wait<0>();
-            tile = next;
+        Accumulator acc;
+#pragma unroll
+        for (int j = 0; j < LATENT_BLOCKS; j++) {
+#pragma unroll
+            for (int e = 0; e < COLUMNS / 2; e++) acc[j][e] = 0.0f;
         }
-        position += (range.end - range.begin + STAGE_N - 1) / STAGE_N;
-        finish_item(state, acc, output, item, shared, lane);
-    }
-    if (!counters) return;
-    announce_partials(counters, work, first_item, last_item);
-    for (int index = first_item; index < last_item; index++) {
-        const Item item = Item::load(work, index);
-        if (item.slot < 0) continue;
-        wait_for_partials(counters, item);
-        merge_share(output, item, shared + Shared::STAGE, lane);
+        mbarrier_wait(shared + Shared::QUERY_FULL, round);
+        u32 last_slot = 0, last_empty = 0;
+        for (int token = range.begin; token < range.end; token += ring.tokens(), ring.advance()) {
+            attend_tile(state, acc, Tile::at(range, token, ring), range, score_scale, ring, lane);
+            last_slot = ring.address();
+            last_empty = ring.empty();
+            if (token + ring.tokens() < range.end && lane.lane == 0) mbarrier_arrive(last_empty);
+        }
+        if (lane.lane == 0) mbarrier_arrive(shared + Shared::QUERY_EMPTY);
+        finish_item(state, acc, output, item, last_slot, last_empty, shared, lane);
     }
 }
 
@@ -137,42 +104,35 @@ using namespace streamla;
 // counters == 0: leave the partials to mla_merge_bf16.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mla_attention_bf16(const u16* q_nope, i64 q_nope_batch, i64 q_nope_query, i64 q_nope_head, const u16* q_pe,
-                       i64 q_pe_batch, i64 q_pe_query, i64 q_pe_head, int q_aligned, const u8* kv_cache,
-                       i64 page_stride, i64 token_stride, const int* page_table, i64 table_stride, const int* work,
+                       i64 q_pe_batch, i64 q_pe_query, i64 q_pe_head, int q_aligned,
+                       const __grid_constant__ TensorMap kv_map, const u8* kv_cache, i64 page_stride,
+                       i64 token_stride, const int* page_table, i64 table_stride, const int* work,
                        const int* work_indptr, int* counters, u16* out, i64 out_batch, i64 out_query, i64 out_head,
                        int out_aligned, float* lse, i64 lse_batch, i64 lse_query, i64 lse_head, float* out_partial,
                        float* lse_partial, float softmax_scale, int causal, float lse_scale) {
     extern __shared__ u8 dynamic_shared[];
-    const Ring ring{(shared_address(dynamic_shared) + 1023) & ~1023u};
-    const Query query{q_nope, q_pe, {q_nope_batch, q_nope_query, q_nope_head},
-                      {q_pe_batch, q_pe_query, q_pe_head}, q_aligned != 0};
+    const u32 shared = (shared_address(dynamic_shared) + 1023) & ~1023u;
+    if (threadIdx.x == 0) init_barriers(shared);
+    wait_for_previous_grid();
+    allow_next_grid();
+    const int first_item = __ldg(work_indptr + blockIdx.x), last_item = __ldg(work_indptr + blockIdx.x + 1);
+    const Output output{out, lse, {out_batch, out_query, out_head}, {lse_batch, lse_query, lse_head},
+                        out_partial, lse_partial, out_aligned != 0, lse_scale};
+    __syncthreads();
 
-    if (threadIdx.x >= MATH_THREADS) {
-        registers_shrink<LOAD_REGISTERS>();
-        if (threadIdx.x >= MATH_THREADS + WARP) return;
-        if (threadIdx.x == MATH_THREADS) ring.init();
-        __syncwarp();
-        named_barrier_arrive(BARRIER_READY, MATH_THREADS + WARP);
-        wait_for_previous_grid();
-        allow_next_grid();
-        const int first_item = __ldg(work_indptr + blockIdx.x), last_item = __ldg(work_indptr + blockIdx.x + 1);
-        const Cache cache{kv_cache, page_stride, token_stride, page_table, table_stride};
-        const u64 l2_policy = l2_evict_first();
-        int position = 0;
-        for (int index = first_item; index < last_item; index++) {
-            const Item item = Item::load(work, index);
-            if (index > first_item) prefetch_query(query, item.request);
-            load_item(item, cache, ring, position, l2_policy);
-        }
+    const int warp = uniform(static_cast<int>(threadIdx.x) / WARP);
+    if (warp < MATH_WARPS) {
+        run_math(output, softmax_scale * LOG2_E, causal != 0, Items::of(work, first_item, last_item), shared);
+    } else if (warp < MATH_WARPS + LOAD_WARPS) {
+        const Cache cache{kv_map, kv_cache, page_stride, token_stride, page_table, table_stride};
+        run_load(cache, Items::of(work, first_item, last_item), shared);
     } else {
-        registers_grow<MATH_REGISTERS>();
-        wait_for_previous_grid();
-        const int first_item = __ldg(work_indptr + blockIdx.x), last_item = __ldg(work_indptr + blockIdx.x + 1);
-        const Output output{out, lse, {out_batch, out_query, out_head}, {lse_batch, lse_query, lse_head},
-                            out_partial, lse_partial, out_aligned != 0, lse_scale};
-        named_barrier(BARRIER_READY, MATH_THREADS + WARP);
-        run_math(query, output, softmax_scale * LOG2_E, causal != 0, work, first_item, last_item, counters, ring);
+        const Query query{q_nope, q_pe, {q_nope_batch, q_nope_query, q_nope_head},
+                          {q_pe_batch, q_pe_query, q_pe_head}, q_aligned != 0};
+        run_query(query, Items::of(work, first_item, last_item), warp - MATH_WARPS - LOAD_WARPS, shared);
     }
+    if (counters)
+        merge_items(output, counters, work, first_item, last_item, shared + Shared::SLOT);
 }
 
 // Grid (TOTAL_ROWS, batch), LATENT / 4 threads. A request that was not split is final already.

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,40 +19,46 @@ from streamla.kernels.sm90.launch import (
     launch_merge,
 )
 from streamla.plan import CostModel, DecodePlan
-from streamla.runtime.driver import I64, PTR, Kernel
+from streamla.runtime.driver import (
+    I64,
+    PTR,
+    TENSOR_MAP,
+    TENSOR_MAP_BYTES,
+    Kernel,
+    encode_tensor_map,
+)
 from streamla.runtime.nvrtc import compile_cuda
 from streamla.runtime.offline import CudaVariant
 from streamla.spec import KVFormat, MLASpec
 
 SOURCE = Path(__file__).with_name("attention_bf16.cu")
 
-RUN = 8
-STAGE_BYTES = 36992
-THREADS = 384
+RUN_N = 8  # tokens of a tensor copy
+RUN_BYTES = 9216
+BLOCK_DIM = 64
+THREADS = 256
 MERGE_THREADS = 128
 
-# kv_cache, page stride, token stride
-_PARAMS = attention_params(PTR, I64, I64)
+# a tensor map of kv_cache, then its address, page stride and token stride
+_PARAMS = attention_params(TENSOR_MAP, PTR, I64, I64)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What one cubin is compiled for.
-
-    Attributes:
-        run: tokens of one bulk copy.
-    """
+    """What one cubin is compiled for."""
 
     num_heads: int
     seqlen_q: int
     page_size: int
-    run: int
 
     @staticmethod
-    def of(spec: MLASpec, contiguous_tokens: bool = True) -> Variant:
-        """The variant for a cache whose tokens follow each other in a page without a gap, or with."""
-        run = math.gcd(spec.page_size, RUN) if contiguous_tokens else 1
-        return Variant(spec.num_heads, spec.seqlen_q, spec.page_size, run)
+    def of(spec: MLASpec) -> Variant:
+        return Variant(spec.num_heads, spec.seqlen_q, spec.page_size)
+
+    @property
+    def copy_engine(self) -> bool:
+        """Whether tensor copies load the cache: pages are whole runs."""
+        return self.page_size % RUN_N == 0
 
     @property
     def defines(self) -> dict[str, int]:
@@ -61,7 +66,6 @@ class Variant:
             "STREAMLA_NUM_HEADS": self.num_heads,
             "STREAMLA_SEQLEN_Q": self.seqlen_q,
             "STREAMLA_PAGE_SIZE": self.page_size,
-            "STREAMLA_RUN": self.run,
             "STREAMLA_SHARED_BYTES": self.shared_bytes,
         }
 
@@ -69,19 +73,10 @@ class Variant:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a program: bf16_tile.cuh lays it out and checks this sum."""
         rows = -(-self.num_heads * self.seqlen_q // 8) * 8
-        stages = 5 if rows <= 24 else 4
-        query = 9 * rows * 128
-        probabilities, scores = 2 * TILE_N * rows * 2, TILE_N * rows * 4
-        maxima_and_sums, barriers = 2 * rows * 8 * 4, 2 * stages * 8
-        return (
-            query
-            + stages * STAGE_BYTES
-            + probabilities
-            + scores
-            + maxima_and_sums
-            + barriers
-            + 1024
-        )
+        ring = (176 if rows <= 16 else 160) * RUN_BYTES // RUN_N
+        query, probabilities = 9 * rows * 128, 2 * TILE_N * rows * 2
+        maxima_and_sums, barriers = 2 * rows * 4 * 4, (2 * 3 + 2) * 8
+        return ring + query + probabilities + maxima_and_sums + barriers + 1024
 
     def cubin(self) -> bytes:
         return compile_cuda(SOURCE, defines=self.defines)
@@ -150,12 +145,29 @@ def decode(
 def _launch(
     q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges
 ) -> None:  # fmt: skip
-    cache = cache_view(kv_cache)
-    variant = Variant.of(plan.spec, cache[2] == plan.spec.row_bytes)
+    variant = Variant.of(plan.spec)
+    address, page_stride, token_stride = view = cache_view(kv_cache)
+    pages = kv_cache.shape[0]
+    tensor_map = bytes(TENSOR_MAP_BYTES)
+    if variant.copy_engine and pages:
+        tensor_map = _tensor_map(address, pages, variant.page_size, page_stride, token_stride)
     launch_attention(
-        attention_kernel(variant), plan.cost.num_programs, q_nope, q_pe, cache,
+        attention_kernel(variant), plan.cost.num_programs, q_nope, q_pe, (tensor_map, *view),
         page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)  # the layers of some models
+def _tensor_map(
+    address: int, pages: int, page_size: int, page_stride: int, token_stride: int
+) -> bytes:
+    """A cache as tensor copies see it: (64 dimensions, token of the page, block, page); a box is a run."""
+    return encode_tensor_map(
+        address,
+        shape=(BLOCK_DIM, page_size, RUN_BYTES // RUN_N // 2 // BLOCK_DIM, pages),
+        strides=(token_stride, 2 * BLOCK_DIM, page_stride if pages > 1 else 2**20),
+        box=(BLOCK_DIM, RUN_N, RUN_BYTES // RUN_N // 2 // BLOCK_DIM, 1),
+    )
 
 
 def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
@@ -183,7 +195,8 @@ def offline_variants(target: str) -> list[CudaVariant]:
     variants = [
         CudaVariant(
             f"sm90/attention-bf16/h{s.num_heads}-q{s.seqlen_q}-p{s.page_size}", SOURCE,
-            "mla_attention_bf16", THREADS, Variant.of(s).shared_bytes, Variant.of(s).defines,
+            "mla_attention_bf16", THREADS, Variant.of(s).shared_bytes,
+            Variant.of(s).defines,
         )
         for s in specs
     ]  # fmt: skip

@@ -35,44 +35,92 @@ DEVICE float2 trade_latents(float first_row, float second_row, bool odd) {
     return odd ? make_float2(other, second_row) : make_float2(first_row, other);
 }
 
-DEVICE void finish_item(const State& state, const Accumulator& acc, const Output& output, const Item& item,
-                        u32 shared, const Lane& lane) {
-    publish(state.sum, shared + Shared::SUM, lane, Sum());
-    named_barrier(BARRIER_MATH, MATH_THREADS);
+// A partial leaves in whole rows, by bulk stores from the slot of the item's last tile, 16 rows at a time. The pitch
+// keeps the four rows of a store to shared memory in different banks.
+constexpr int STAGE_GROUPS = GROUPS < 2 ? GROUPS : 2;
+constexpr int STAGE_PITCH = LATENT * 4 + 16;
+static_assert(8 * STAGE_GROUPS * STAGE_PITCH <= SHORT_N * TOKEN_BYTES, "a slot holds the rows");
+
+DEVICE void store_partial(const Accumulator& acc, const float (&normal)[GROUPS][2], const Output& output, int slot,
+                          u32 stage, const Lane& lane) {
+#pragma unroll
+    for (int first = 0; first < GROUPS; first += STAGE_GROUPS) {
+        if (first) {  // the rows before have left
+            if (lane.warp == 0) bulk_wait_read();
+            named_barrier(BARRIER_MATH, MATH_THREADS);
+        }
+        const u32 address = stage + 2 * lane.t * STAGE_PITCH + (16 * lane.warp + lane.g) * 4;
+#pragma unroll
+        for (int c = first; c < min(first + STAGE_GROUPS, GROUPS); c++) {
+#pragma unroll
+            for (int j = 0; j < LATENT_BLOCKS; j++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++)
+                    store_shared(address + (8 * (c - first) + e % 2) * STAGE_PITCH + (BLOCK_DIM * j + e / 2 * 8) * 4,
+                                 accumulated(acc, j, c, e) * normal[c][e % 2]);
+            }
+        }
+        fence_async_proxy();
+        named_barrier(BARRIER_MATH, MATH_THREADS);
+        const int row = 8 * first + lane.lane;
+        if (lane.warp == 0 && lane.lane < 8 * STAGE_GROUPS && row < TOTAL_ROWS)
+            bulk_store(output.out_partial + output.partial_row(slot, row) * LATENT, stage + lane.lane * STAGE_PITCH,
+                       LATENT * 4);
+        bulk_commit();
+    }
+}
+
+DEVICE void store_output(const Accumulator& acc, const float (&normal)[GROUPS][2], const Output& output,
+                         int request, const Lane& lane) {
     const bool odd = lane.g % 2;
-    const int first_latent = lane.half * HALF_LATENTS + 16 * lane.warp + lane.g - odd;
+    const int first_latent = 16 * lane.warp + lane.g - odd;
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
-        float normal[2];
+        const int row = lane.row(c, odd);
+#pragma unroll
+        for (int j = 0; j < LATENT_BLOCKS; j++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float2 v = trade_latents(accumulated(acc, j, c, 2 * i) * normal[c][0],
+                                               accumulated(acc, j, c, 2 * i + 1) * normal[c][1], odd);
+                if (row < TOTAL_ROWS)
+                    store_bfloat2(output.out_row(request, row) + first_latent + BLOCK_DIM * j + 8 * i, v.x, v.y,
+                                  output.aligned);
+            }
+        }
+    }
+}
+
+// All math threads. `stage` is the slot of the item's last tile, which is free from now on, and `stage_empty` the
+// mbarrier that gives it back to the loader.
+DEVICE void finish_item(const State& state, const Accumulator& acc, const Output& output, const Item& item,
+                        u32 stage, u32 stage_empty, u32 shared, const Lane& lane) {
+    publish(state.sum, shared + Shared::SUM, lane, Sum());
+    named_barrier(BARRIER_MATH, MATH_THREADS);
+    float normal[GROUPS][2];
+#pragma unroll
+    for (int c = 0; c < GROUPS; c++) {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int row = lane.row(c, k);
             const float sum = join_warps(shared + Shared::SUM, row, Sum());
-            normal[k] = sum == 0.0f ? 0.0f : 1.0f / sum;
-            if (lane.math_warp() || lane.g || row >= TOTAL_ROWS) continue;
+            normal[c][k] = sum == 0.0f ? 0.0f : 1.0f / sum;
+            if (lane.warp || lane.g || row >= TOTAL_ROWS) continue;
             const float lse = LN_2 * (exponent_base(state.largest[c][k]) + log2_approx(sum));
             if (item.slot >= 0)
                 output.lse_partial[output.partial_row(item.slot, row)] = lse;
             else
                 output.lse[output.lse_strides.at(item.request, row)] = lse * output.lse_scale;
         }
-        const int row = lane.row(c, odd);
-#pragma unroll
-        for (int j = 0; j < M_TILES; j++) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const float2 v = trade_latents(acc[j][4 * c + 2 * i] * normal[0],
-                                               acc[j][4 * c + 2 * i + 1] * normal[1], odd);
-                const int latent = first_latent + 64 * j + 8 * i;
-                if (row >= TOTAL_ROWS) continue;
-                if (item.slot >= 0)
-                    *reinterpret_cast<float2*>(output.out_partial +
-                                               output.partial_row(item.slot, row) * LATENT + latent) = v;
-                else
-                    store_bfloat2(output.out_row(item.request, row) + latent, v.x, v.y, output.aligned);
-            }
-        }
     }
+    if (item.slot >= 0) {
+        store_partial(acc, normal, output, item.slot, stage, lane);
+        if (lane.warp == 0) bulk_wait_read();
+        __syncwarp();
+    } else {
+        store_output(acc, normal, output, item.request, lane);
+    }
+    if (stage_empty && lane.lane == 0) mbarrier_arrive(stage_empty);
 }
 
 }  // namespace streamla

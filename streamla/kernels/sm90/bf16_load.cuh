@@ -1,78 +1,127 @@
-// The loading warp: keeps the ring of stages full with bulk copies.
+// The loading warps: keep the ring full.
 //
-// A stage is STAGE_N / RUN runs of RUN tokens, each contiguous in one page, whatever the page size: a multiple
-// of 8 gives four runs of 8 tokens, an odd page size 32 runs of one token. Lane i holds the page of run i of the
-// stages to come and issues its copy.
+// A slot is runs of 8 tokens, each [block][token][64 dimensions] with wgmma's 128-byte swizzle.
 #pragma once
 
-#include "bf16_query.cuh"
+#include "bf16_ring.cuh"
 
 namespace streamla {
 
 struct Cache {
+    const TensorMap& map;  // (64 dimensions, token of the page, block, page)
     const u8* rows;
     i64 page_stride, token_stride;  // bytes
     const int* page_table;
     i64 table_stride;
 };
 
-constexpr int STAGE_RUNS = STAGE_N / RUN;
-constexpr int BATCH_N = WARP * RUN;  // tokens whose pages a warp holds
+// Pages of 32 runs, one a lane, and of the 32 after them.
+struct Pages {
+    const int* table;
+    int begin, end, lane;
+    int here, ahead;
 
-// The ring, as its writer and its readers count it: position p is stage p % STAGES, round p / STAGES.
-struct Ring {
-    u32 shared;
-
-    DEVICE u32 stage(int position) const { return shared + Shared::STAGE + position % STAGES * STAGE_BYTES; }
-    DEVICE u32 full(int position) const { return shared + Shared::FULL + position % STAGES * 8; }
-    DEVICE u32 empty(int position) const { return shared + Shared::EMPTY + position % STAGES * 8; }
-    DEVICE void wait_full(int position) const { mbarrier_wait(full(position), position / STAGES & 1); }
-    DEVICE void wait_empty(int position) const { mbarrier_wait(empty(position), ~(position / STAGES) & 1); }
-    DEVICE void init() const {
-        for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full(s), 1);
-            mbarrier_init(empty(s), MATH_WARPS);
+    DEVICE static Pages of(const Item& item, const Cache& cache, int lane) {
+        Pages p{cache.page_table + item.request * cache.table_stride, item.begin, item.end, lane, 0, 0};
+        p.here = p.fetch(0);
+        p.ahead = p.fetch(WARP);
+        return p;
+    }
+    DEVICE int fetch(int first_run) const {
+        const int token = begin + (first_run + lane) * RUN_N;
+        return token < end ? __ldg(table + token / PAGE_SIZE) : 0;
+    }
+    // Of this lane's run, counted from `token`.
+    DEVICE int page(int token) {
+        if (token >= begin + WARP * RUN_N) {
+            begin += WARP * RUN_N;
+            here = ahead;
+            ahead = fetch(WARP);
         }
-        fence_mbarrier_init();
+        const int run = (token - begin) / RUN_N + lane;
+        const int first = __shfl_sync(FULL_WARP, here, run % WARP);
+        const int second = __shfl_sync(FULL_WARP, ahead, run % WARP);
+        return run < WARP ? first : second;
     }
 };
 
-// Page of the run that this lane issues in the batch of tokens from `begin` on.
-DEVICE int fetch_page(const int* table, int begin, int end, int lane) {
-    const int token = begin + lane * RUN;
-    return token < end ? __ldg(table + token / PAGE_SIZE) : 0;
-}
-
-// The next query to L2, early enough: behind a full ring of loads a miss would take some microseconds.
-DEVICE void prefetch_query(const Query& q, int request) {
-    constexpr int LINE = 64, ROW_LINES = HEAD_DIM / LINE;  // values in 128 bytes
-    for (int i = threadIdx.x % WARP; i < TOTAL_ROWS * ROW_LINES; i += WARP) {
-        const int row = i / ROW_LINES, dim = i % ROW_LINES * LINE;
-        prefetch_l2(dim < LATENT ? q.nope + q.nope_strides.at(request, row) + dim
-                                 : q.pe + q.pe_strides.at(request, row));
+// One warp: a tensor copy for each run.
+DEVICE void load_item_by_runs(const Item& item, Pages& pages, const Cache& cache, Ring& ring, u64 l2_policy) {
+    const int lane = threadIdx.x % WARP;
+    for (int token = item.begin; token < item.end; token += ring.tokens(), ring.advance()) {
+        const int runs = (min(ring.tokens(), item.end - token) + RUN_N - 1) / RUN_N;
+        const int page = pages.page(token), mine = token + lane * RUN_N;
+        ring.wait_empty();
+        if (lane == 0) mbarrier_arrive_expect(ring.full(), runs * RUN_BYTES);
+        __syncwarp();
+        if (lane < runs)
+            tensor_load(ring.address() + lane * RUN_BYTES, cache.map, 0, mine % PAGE_SIZE, 0, page, ring.full(),
+                        l2_policy);
     }
 }
 
-DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, int& position, u64 l2_policy) {
-    const int lane = threadIdx.x % WARP;
-    const int* table = cache.page_table + item.request * cache.table_stride;
-    int page = fetch_page(table, item.begin, item.end, lane);
-    for (int batch = item.begin; batch < item.end; batch += BATCH_N) {
-        const int next_page = fetch_page(table, batch + BATCH_N, item.end, lane);
-        for (int i = 0; i < WARP / STAGE_RUNS; i++) {
-            const int first = batch + i * STAGE_N;  // token
-            if (first >= item.end) break;
-            const u32 full = ring.full(position), stage = ring.stage(position);
-            ring.wait_empty(position++);
-            if (lane == 0) mbarrier_arrive_expect(full, min(STAGE_N, item.end - first) * TOKEN_BYTES);
-            __syncwarp();
-            const int token = batch + lane * RUN;
-            if (lane / STAGE_RUNS != i || token >= item.end) continue;
-            const u8* source = cache.rows + page * cache.page_stride + token % PAGE_SIZE * cache.token_stride;
-            bulk_load(stage + token_offset((token - item.begin) % TILE_N), source,
-                      min(RUN, item.end - token) * TOKEN_BYTES, full, l2_policy);
+// All loading warps: a copy for each 16 bytes. A slot's copies are waited for when the next slot's are under way.
+struct Copies {
+    u32 pending_full = 0;  // of the slot before
+
+    DEVICE void load_item(const Item& item, const Cache& cache, Ring& ring, u64 l2_policy) {
+        constexpr int ROW_CHUNKS = TOKEN_BYTES / 16, RUN_CHUNKS = RUN_N * ROW_CHUNKS;
+        const int lane = threadIdx.x % WARP, warp = (threadIdx.x - MATH_THREADS) / WARP;
+        const int* table = cache.page_table + item.request * cache.table_stride;
+        for (int token = item.begin; token < item.end; token += ring.tokens(), ring.advance()) {
+            const int end = min(token + ring.tokens(), item.end);
+            ring.wait_empty();
+            for (int run = warp; token + run * RUN_N < end; run += LOAD_WARPS) {
+#pragma unroll 6
+                for (int i = lane; i < RUN_CHUNKS; i += WARP) {
+                    const int row = i / ROW_CHUNKS, chunk = i % ROW_CHUNKS, mine = token + run * RUN_N + row;
+                    if (mine >= end) break;
+                    const u8* source = cache.rows + __ldg(table + mine / PAGE_SIZE) * cache.page_stride +
+                                       mine % PAGE_SIZE * cache.token_stride + chunk * 16;
+                    async_copy(ring.address() + run * RUN_BYTES + chunk / 8 * ATOM_BYTES + row * 128 +
+                                   (chunk % 8 ^ row) * 16,
+                               source, l2_policy);
+                }
+            }
+            async_commit();
+            async_wait<1>();
+            announce();
+            pending_full = ring.full();
         }
-        page = next_page;
+    }
+    DEVICE void finish() {
+        async_wait<0>();
+        announce();
+    }
+    DEVICE void announce() {
+        fence_async_proxy();
+        __syncwarp();
+        if (pending_full && threadIdx.x % WARP == 0) mbarrier_arrive(pending_full);
+        pending_full = 0;
+    }
+};
+
+// The first query is requested before the first copy: what is requested later comes later, by as much as the copies
+// of a full ring take.
+DEVICE void run_load(const Cache& cache, Items items, u32 shared) {
+    if (!items.any()) return;
+    Ring ring{shared};
+    const u64 l2_policy = l2_evict_first();
+    if constexpr (COPY_ENGINE) {
+        const int lane = threadIdx.x % WARP;
+        if (items.item.begin < items.item.end) prefetch_tensor_map(cache.map);
+        Pages pages = Pages::of(items.item, cache, lane);
+        named_barrier(BARRIER_QUERY, THREADS - MATH_THREADS);
+        for (; items.any(); items.advance()) {
+            const Pages next_pages = Pages::of(items.next, cache, lane);
+            load_item_by_runs(items.item, pages, cache, ring, l2_policy);
+            pages = next_pages;
+        }
+    } else {
+        named_barrier(BARRIER_QUERY, THREADS - MATH_THREADS);
+        Copies copies;
+        for (; items.any(); items.advance()) copies.load_item(items.item, cache, ring, l2_policy);
+        copies.finish();
     }
 }
 

@@ -97,18 +97,18 @@ struct Weighted {
 };
 constexpr int WEIGHTED_BYTES = 32;
 
-// All math warps of share `share` of `num_shares`: units share, share + num_shares, ... Several warps take
+// All warps of share `share` of `num_shares`: units share, share + num_shares, ... Several warps take
 // one unit when there are warps to spare; each half warp takes every so many-th partial.
 DEVICE void merge_share(const Output& output, const Item& item, u32 scratch, const Lane& lane) {
     const int share = item.slot - item.split_begin, num_shares = item.num_splits();
     const int my_units = (UNITS + num_shares - 1) / num_shares;
     int unit_warps = 1;
-    while (unit_warps < MATH_WARPS && 2 * unit_warps * my_units <= MATH_WARPS) unit_warps *= 2;
-    const int pass_units = MATH_WARPS / unit_warps;
-    const int place = lane.math_warp() % unit_warps;  // among the warps of a unit
+    while (unit_warps < WARPS && 2 * unit_warps * my_units <= WARPS) unit_warps *= 2;
+    const int pass_units = WARPS / unit_warps;
+    const int place = lane.warp % unit_warps;  // among the warps of a unit
 
     for (int pass = 0; pass < my_units; pass += pass_units) {
-        const int unit = share + (pass + lane.math_warp() / unit_warps) * num_shares;
+        const int unit = share + (pass + lane.warp / unit_warps) * num_shares;
         const int row = unit / (LATENT / UNIT_LATENTS);
         const int latent = unit % (LATENT / UNIT_LATENTS) * UNIT_LATENTS + lane.lane % UNIT_LANES * 4;
         Weighted w;
@@ -117,9 +117,9 @@ DEVICE void merge_share(const Output& output, const Item& item, u32 scratch, con
                            item.split_end, 2 * unit_warps);
         w.join(w.from_lane(UNIT_LANES));
         if (unit_warps > 1) {
-            const u32 mine = scratch + (lane.math_warp() * UNIT_LANES + lane.lane % UNIT_LANES) * WEIGHTED_BYTES;
+            const u32 mine = scratch + (lane.warp * UNIT_LANES + lane.lane % UNIT_LANES) * WEIGHTED_BYTES;
             if (lane.lane < UNIT_LANES) w.store_shared_at(mine);
-            named_barrier(BARRIER_MATH, MATH_THREADS);
+            __syncthreads();
             if (place == 0) {  // each half warp joins half of the warps
                 const int other = lane.lane / UNIT_LANES * unit_warps / 2;
                 w = Weighted::load_shared_at(mine + other * UNIT_LANES * WEIGHTED_BYTES);
@@ -127,7 +127,7 @@ DEVICE void merge_share(const Output& output, const Item& item, u32 scratch, con
                     w.join(Weighted::load_shared_at(mine + (other + i) * UNIT_LANES * WEIGHTED_BYTES));
                 w.join(w.from_lane(UNIT_LANES));
             }
-            named_barrier(BARRIER_MATH, MATH_THREADS);
+            __syncthreads();
         }
         if (unit < UNITS && place == 0 && lane.lane < UNIT_LANES) w.store(output, item.request, row, latent);
     }
@@ -137,11 +137,15 @@ DEVICE void merge_share(const Output& output, const Item& item, u32 scratch, con
 // one launch stores whenever none is missing. Announced once, after the last item: in the middle a fence would
 // wait behind a full ring of loads.
 DEVICE void announce_partials(int* counters, const int* work, int first_item, int last_item) {
-    named_barrier(BARRIER_MATH, MATH_THREADS);
+    int index = first_item + static_cast<int>(threadIdx.x);
+    Item item{};
+    if (index < last_item) item = Item::load(work, index);
+    bulk_wait_written();
+    __syncthreads();
     if (threadIdx.x >= WARP) return;
     __threadfence();
-    for (int index = first_item + static_cast<int>(threadIdx.x); index < last_item; index += WARP) {
-        const Item item = Item::load(work, index);
+    for (; index < last_item; index += WARP) {
+        if (index >= first_item + WARP) item = Item::load(work, index);
         if (item.slot >= 0) atomicAdd(counters + item.request, 1);
     }
 }
@@ -150,7 +154,20 @@ DEVICE void wait_for_partials(const int* counters, const Item& item) {
         while (load_acquire(counters + item.request) % item.num_splits()) {
         }
     }
-    named_barrier(BARRIER_MATH, MATH_THREADS);
+    __syncthreads();
+}
+
+// All threads of the program, once its items are finished.
+DEVICE void merge_items(const Output& output, int* counters, const int* work, int first_item, int last_item,
+                        u32 scratch) {
+    const Lane lane = Lane::here();
+    Items items = Items::of(work, first_item, last_item);
+    announce_partials(counters, work, first_item, last_item);
+    for (; items.any(); items.advance()) {
+        if (items.item.slot < 0) continue;
+        wait_for_partials(counters, items.item);
+        merge_share(output, items.item, scratch, lane);
+    }
 }
 
 }  // namespace streamla

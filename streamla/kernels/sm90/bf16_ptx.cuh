@@ -1,19 +1,55 @@
-// What the bf16 kernel needs of PTX beyond ptx.cuh: ldmatrix and wgmma with bf16 operands.
+// What the bf16 kernel needs of PTX beyond ptx.cuh: tensor copies, asynchronous 16-byte copies, and wgmma with both
+// operands in shared memory.
 #pragma once
 
 #include "ptx.cuh"
 
 namespace streamla {
 
-// Four 8 x 8 matrices of 16-bit elements: lane l gives the address of row l % 8 of matrix l / 8. Thread (g, t) of
-// the warp then holds elements 2 * t and 2 * t + 1 of row g of each, or, transposed, of column g.
-DEVICE void load_matrix_x4(u32 (&m)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address));
+// What cuTensorMapEncodeTiled makes: a kernel parameter, passed by value.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+DEVICE void prefetch_tensor_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
 }
-DEVICE void load_matrix_x4_transposed(u32 (&m)[4], u32 address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address));
+// The box at (x0, x1, x2, x3), innermost first.
+DEVICE void tensor_load(u32 destination, const TensorMap& map, int x0, int x1, int x2, int x3, u32 barrier,
+                        u64 l2_policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+        :: "r"(destination), "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(barrier), "l"(l2_policy)
+        : "memory");
+}
+
+// Shared to global: 16-byte aligned, a multiple of 16 bytes. The waits are of the thread that stored: until the source
+// has been read, or until the destination has been written.
+DEVICE void bulk_store(void* destination, u32 source, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 :: "l"(destination), "r"(source), "r"(bytes) : "memory");
+}
+DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+DEVICE void bulk_wait_written() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// 16 bytes that nobody writes during the launch. Volatile: requested here, whenever they are used.
+DEVICE uint4 load_global_now(const void* p) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+// 16 bytes from global to shared memory by this thread, in the generic proxy.
+DEVICE void async_copy(u32 destination, const void* source, u64 l2_policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
+                 :: "r"(destination), "l"(source), "l"(l2_policy) : "memory");
+}
+DEVICE void async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING> DEVICE void async_wait() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(PENDING) : "memory");
 }
 
 // Both halves brought into the finite range; NaN becomes a number too.
@@ -24,45 +60,51 @@ DEVICE u32 finite_bfloat2(u32 v) {
     return v;
 }
 
-// d (64 x N fp32) = a (64 x 16 bf16, registers) * b (16 x N bf16, shared) + (accumulate ? d : 0).
-// N_MAJOR: b's N is the contiguous dimension in shared memory, else its K.
-template <bool N_MAJOR> DEVICE void wgmma_bf16(float (&d)[4], const u32 (&a)[4], u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
+// d (64 x N fp32) = a (64 x 16 bf16, shared) * b (16 x N bf16, shared) + (accumulate ? d : 0).
+// An operand is transposed if its M or N is the contiguous dimension in shared memory, else K is.
+template <bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void wgmma_bf16(float (&d)[4], u64 a, u64 b, bool accumulate) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, %10;\n}"
+                 "{%0, %1, %2, %3}, "
+                 "%4, %5, p, 1, 1, %7, %8;\n}"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
-                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
+                   "n"(static_cast<int>(B_TRANSPOSED)));
 }
-template <bool N_MAJOR> DEVICE void wgmma_bf16(float (&d)[8], const u32 (&a)[4], u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
+template <bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void wgmma_bf16(float (&d)[8], u64 a, u64 b, bool accumulate) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, %14;\n}"
+                 "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+                 "%8, %9, p, 1, 1, %11, %12;\n}"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-                   "+f"(d[7])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
-                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
+                 "+f"(d[7])
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
+                   "n"(static_cast<int>(B_TRANSPOSED)));
 }
-template <bool N_MAJOR> DEVICE void wgmma_bf16(float (&d)[12], const u32 (&a)[4], u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %17, 0;\n"
+template <bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void wgmma_bf16(float (&d)[12], u64 a, u64 b, bool accumulate) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %14, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, %16, p, 1, 1, "
-                 "%18;\n}"
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
+                 "%12, %13, p, 1, 1, %15, %16;\n}"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-                   "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
-                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
+                 "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
+                   "n"(static_cast<int>(B_TRANSPOSED)));
 }
-template <bool N_MAJOR> DEVICE void wgmma_bf16(float (&d)[16], const u32 (&a)[4], u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+template <bool A_TRANSPOSED, bool B_TRANSPOSED>
+DEVICE void wgmma_bf16(float (&d)[16], u64 a, u64 b, bool accumulate) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                 "{%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}"
+                 "%16, %17, p, 1, 1, %19, %20;\n}"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-                   "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-                   "+f"(d[14]), "+f"(d[15])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
-                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
+                 "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+                 "+f"(d[14]), "+f"(d[15])
+                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
+                   "n"(static_cast<int>(B_TRANSPOSED)));
 }
 
 }  // namespace streamla

@@ -36,7 +36,7 @@ def launch_attention(
     programs: int,
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
-    cache: tuple[int, ...],
+    cache: tuple[int | bytes, ...],
     page_table: torch.Tensor,
     plan: DecodePlan,
     out: torch.Tensor,
