@@ -85,7 +85,10 @@ class Kernel:
         self._pointers_address = ctypes.addressof(self._pointers)
 
     def launch(
-        self, grid: int | tuple[int, int, int], *args: int | float | bytes, device: int | None = None
+        self,
+        grid: int | tuple[int, int, int],
+        *args: int | float | bytes,
+        device: int | None = None,
     ) -> None:
         """Launch `grid` programs on torch's current stream of `device`; an empty grid does nothing.
 

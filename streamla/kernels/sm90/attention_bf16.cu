@@ -131,8 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                           {q_pe_batch, q_pe_query, q_pe_head}, q_aligned != 0};
         run_query(query, Items::of(work, first_item, last_item), warp - MATH_WARPS - LOAD_WARPS, shared);
     }
-    if (counters)
-        merge_items(output, counters, work, first_item, last_item, shared + Shared::SLOT);
+    if (counters) merge_items(output, counters, work, first_item, last_item, shared + Shared::SLOT);
 }
 
 // Grid (TOTAL_ROWS, batch), LATENT / 4 threads. A request that was not split is final already.
