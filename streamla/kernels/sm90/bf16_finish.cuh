@@ -95,6 +95,7 @@ DEVICE void store_output(const Accumulator& acc, const float (&normal)[GROUPS][2
 // mbarrier that gives it back to the loader.
 DEVICE void finish_item(const State& state, const Accumulator& acc, const Output& output, const Item& item,
                         u32 stage, u32 stage_empty, u32 shared, const Lane& lane) {
+    named_barrier(BARRIER_MATH, MATH_THREADS);  // an item without tiles has no other: the sums before are read
     publish(state.sum, shared + Shared::SUM, lane, Sum());
     named_barrier(BARRIER_MATH, MATH_THREADS);
     float normal[GROUPS][2];
