@@ -44,15 +44,14 @@ DEVICE void add_values(State& state, u32 tile, bool owner, u32 shared, const Lan
     add_values(state, tile, owner, shared, lane, [](int) {});
 }
 
-// The tiles of one item; `first` of them were before it in this program.
-DEVICE void attend(State& state, const Item& item, u32 first, const Causal& causal, u32 shared, const Lane& lane) {
-    const u32 end = first + item.num_tiles();
-    const int origin = item.begin - static_cast<int>(first) * TILE;  // of the token of tile 0
+// Tiles [first, end) of one item, counted over the program. From tile `first_hidden` on there is something that some query
+// must not see; `hide(scores, tile)` hides it.
+template <typename Hide>
+DEVICE void attend(
+    State& state, u32 first, u32 end, u32 first_hidden, u32 shared, const Lane& lane, Hide hide) {
     const u64 query = matrix_descriptor(shared + Shared::QUERY, 16, 1024, SWIZZLE_128);
     for (u32 tile = first + ((first ^ lane.group) & 1); tile < end; tile += GROUPS) {
         const u32 stage = stage_of(tile, shared);
-        const int token = origin + static_cast<int>(tile) * TILE;
-        const bool hide = token + TILE > causal.first_limit;
         mbarrier_wait(shared + Shared::FULL + tile % STAGES * 8, tile / STAGES & 1);
         float s[SCORES];
         bool raise = false;
@@ -63,7 +62,7 @@ DEVICE void attend(State& state, const Item& item, u32 first, const Causal& caus
             float excess = NEG_INF;
             if (alone) {
                 wait_for_room(tile, shared);
-                if (hide) hide_tokens(s, stage, token, causal, lane);
+                if (tile >= first_hidden) hide(s, tile);
                 measure(s, excess, shared, lane);
                 raise = must_raise(excess, lane);
                 if (raise) raise_references(s, state.mass, shared, lane);
@@ -77,7 +76,7 @@ DEVICE void attend(State& state, const Item& item, u32 first, const Causal& caus
                     exponentiate(s, excess, group * BLOCKS / PARTS, (group + 1) * BLOCKS / PARTS, shared, lane);
                 if (group == PARTS - 1) useless = must_raise(excess, lane);
             });
-            if (!hide && !useless) {
+            if (tile < first_hidden && !useless) {
                 wait_for_room(tile, shared);
                 break;
             }
@@ -103,9 +102,13 @@ DEVICE void math(
             fence_async_proxy();
             named_barrier(MATH_BARRIER, MATH_THREADS);
 
-            Causal limits = {0, item.seqlen, first_row, causal && SEQLEN_Q > 1};
-            limits.first_limit = limits.limit(0);
-            attend(state, item, tiles, limits, shared, lane);
+            const int seen = Causal{item.seqlen, first_row, causal}.limit(0) - item.begin;  // by every query
+            attend(state, tiles, tiles + item.num_tiles(), tiles + max(0, seen) / TILE, shared, lane,
+                   [&](float(&scores)[SCORES], u32 tile) {
+                       const Item here = load_item(work, forget(index));
+                       const int token = here.begin + static_cast<int>(tile - tiles) * TILE;
+                       hide_tokens(scores, stage_of(tile, shared), token, {here.seqlen, this_first_row(), causal}, lane);
+                   });
             tiles += item.num_tiles();
         }
         const Item item = load_item(work, forget(index));

@@ -14,13 +14,13 @@ namespace streamla {
 constexpr float HEADROOM = 6.f;
 constexpr float LIMIT = 14.f;
 
+// How many tokens each query of a row tile sees.
 struct Causal {
-    int first_limit;  // tokens the row tile's first query sees, and every later query at least
     int seqlen, first_row;
-    bool by_query;
+    bool causal;
 
     DEVICE int limit(int column) const {
-        return by_query ? seqlen - SEQLEN_Q + 1 + (first_row + column) / NUM_HEADS : seqlen;
+        return causal && SEQLEN_Q > 1 ? seqlen - SEQLEN_Q + 1 + (first_row + column) / NUM_HEADS : seqlen;
     }
 };
 
@@ -42,7 +42,7 @@ DEVICE void hide_tokens(float (&s)[SCORES], u32 stage, int token, const Causal& 
         if ((i & 2 ? high : low) >= limit) s[i] = NEG_INF;
     }
     named_barrier(GROUP_BARRIER + lane.group, WARPGROUP);  // the group has read K
-    const int begin = max(0, causal.first_limit - token), end = causal.seqlen - token;
+    const int begin = max(0, causal.limit(0) - token), end = causal.seqlen - token;
     constexpr int VECTORS = LATENT / 16;
     for (int i = begin * VECTORS + threadIdx.x % WARPGROUP; i < TILE * VECTORS; i += WARPGROUP) {
         const int row = i / VECTORS;
