@@ -12,7 +12,7 @@ _FP8 = {**_ATTENTION, "q_dtype": "bf16", "kv_dtype": "fp8"}
 OWN: tuple[Family, ...] = (
     Family("streamla", "plan", r"^mla_plan(?:_by_length)?_kernel$"),
     Family("streamla", "epilogue", r"^mla_epilogue_kernel$"),
-    Family("streamla", "merge", r"^mla_merge(?:_kernel|_wide|_bf16|_ds_mla)?$"),
+    Family("streamla", "merge", r"^mla_merge(?:_kernel|_wide|_wide_ahead|_bf16|_ds_mla)?$"),
     Family(
         "streamla-portable", ATTENTION, r"^mla_attention_kernel$",
         {**_ATTENTION, "merge": "mla_merge_kernel", "row_steps": (16,)},

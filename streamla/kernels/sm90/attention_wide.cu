@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
     }
 }
 
-// Grid (ROWS, batch, LATENT / MERGE_LATENTS).
+// The merge: grid (ROWS, batch, LATENT / MERGE_LATENTS).
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_merge_wide(
     const int* split_indptr,
     u16* out, i64 out_request, i64 out_query, i64 out_head,
@@ -175,7 +175,21 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_merge_wide(
     const int request = blockIdx.y, begin = split_indptr[request], end = split_indptr[request + 1];
     wait_for_previous_grid();
     if (begin < end)
-        merge_row(out_partial, lse_partial, begin, end - begin, blockIdx.x, blockIdx.z * MERGE_LATENTS,
+        merge_row<false>(out_partial, lse_partial, begin, end - begin, blockIdx.x, blockIdx.z * MERGE_LATENTS,
+                  out + Rows{out_request, out_query, out_head}.offset(request, blockIdx.x),
+                  lse + Rows{lse_request, lse_query, lse_head}.offset(request, blockIdx.x), lse_scale, scratch);
+}
+
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_merge_wide_ahead(
+    const int* split_indptr,
+    u16* out, i64 out_request, i64 out_query, i64 out_head,
+    float* lse, i64 lse_request, i64 lse_query, i64 lse_head,
+    const float* out_partial, const float* lse_partial, float lse_scale) {
+    __shared__ MergeScratch scratch;
+    const int request = blockIdx.y, begin = split_indptr[request], end = split_indptr[request + 1];
+    wait_for_previous_grid();
+    if (begin < end)
+        merge_row<true>(out_partial, lse_partial, begin, end - begin, blockIdx.x, blockIdx.z * MERGE_LATENTS,
                   out + Rows{out_request, out_query, out_head}.offset(request, blockIdx.x),
                   lse + Rows{lse_request, lse_query, lse_head}.offset(request, blockIdx.x), lse_scale, scratch);
 }

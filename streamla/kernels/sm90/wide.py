@@ -23,6 +23,7 @@ TILE_N = 64
 MAX_TILE_ROWS = 64
 THREADS = 384
 MERGE_THREADS, MERGE_LATENTS = 256, 128
+MERGE_AHEAD_BLOCKS = 3  # an SM, of the merge that reads partials before it has their weights
 
 _STRIDES = [I64, I64, I64]
 
@@ -81,10 +82,10 @@ def attention_kernel(spec: MLASpec, bulk_copies: bool = True) -> Kernel:
 
 
 @functools.cache
-def merge_kernel(spec: MLASpec) -> Kernel:
+def merge_kernel(spec: MLASpec, ahead: bool = False) -> Kernel:
     return Kernel(
         lambda: compile_cuda(SOURCE, defines=defines(spec)),
-        "mla_merge_wide",
+        "mla_merge_wide_ahead" if ahead else "mla_merge_wide",
         [PTR, PTR, *_STRIDES, PTR, *_STRIDES, PTR, PTR, F32],
         threads=MERGE_THREADS,
         pdl=True,
@@ -130,8 +131,10 @@ def attention(
 
 def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
     """Finish the requests that were split."""
-    merge_kernel(plan.spec).launch(
-        (plan.spec.rows, plan.batch, plan.spec.kv_lora_rank // MERGE_LATENTS),
+    grid = (plan.spec.rows, plan.batch, plan.spec.kv_lora_rank // MERGE_LATENTS)
+    units = plan.cost.num_programs * num_row_tiles(plan.spec)
+    merge_kernel(plan.spec, math.prod(grid) <= MERGE_AHEAD_BLOCKS * units).launch(
+        grid,
         plan.split_indptr.data_ptr(),
         out.data_ptr(), *out.stride()[:-1],
         lse.data_ptr(), *lse.stride(),
@@ -162,6 +165,6 @@ def decode(
 
 def warmup(spec: MLASpec) -> None:
     """Compile and load the kernels of `spec` on the current device."""
-    for bulk_copies in (True, False):
-        attention_kernel(spec, bulk_copies).load()
-    merge_kernel(spec).load()
+    for other in (True, False):
+        attention_kernel(spec, bulk_copies=other).load()
+        merge_kernel(spec, ahead=other).load()

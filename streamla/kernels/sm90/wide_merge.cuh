@@ -9,6 +9,9 @@ namespace streamla {
 constexpr int MERGE_LATENTS = 4 * WARP;
 constexpr int MERGE_WARPS = 8;
 constexpr int MERGE_THREADS = MERGE_WARPS * WARP;
+// Partials that a warp reads before it knows their weights: hides their latency, and takes registers for fewer blocks an SM.
+constexpr int MERGE_AHEAD = 12;
+static_assert(MERGE_AHEAD * MERGE_WARPS <= MERGE_THREADS, "every partial that is read ahead has a weight");
 
 struct MergeScratch {
     float weight[MERGE_THREADS], warp_top[MERGE_WARPS], warp_mass[MERGE_WARPS];
@@ -49,21 +52,41 @@ DEVICE void add_weighted(float4& total, float weight, const float4& v) {
     total.w = fmaf(weight, v.w, total.w);
 }
 
-// `out` and `lse` are this row's; the block's latents begin at `latent`.
+DEVICE float4 load_partial(const float* partials, int i) {
+    return *reinterpret_cast<const float4*>(partials + static_cast<i64>(i) * (ROWS * LATENT));
+}
+
+// `out` and `lse` are this row's; the block's latents begin at `latent`. Either way adds in the same order.
+template <bool READ_AHEAD>
 DEVICE void merge_row(
     const float* out_partial, const float* lse_partial, int begin, int num_partials, int row, int latent, u16* out,
     float* lse, float lse_scale, MergeScratch& scratch) {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const i64 first = static_cast<i64>(begin) * ROWS + row;
     float base, mass;
-    weigh(lse_partial, first, num_partials, base, mass, scratch);
-
-    const float* partials = out_partial + first * LATENT + latent + 4 * lane;
     float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
+    if constexpr (READ_AHEAD) {
+        const float* partials = out_partial + first * LATENT + latent + 4 * lane;
+        float4 ahead[MERGE_AHEAD];
+#pragma unroll
+        for (int k = 0; k < MERGE_AHEAD; ++k) {
+            const int i = warp + k * MERGE_WARPS;
+            ahead[k] = i < num_partials ? load_partial(partials, i) : total;
+        }
+        weigh(lse_partial, first, num_partials, base, mass, scratch);
+#pragma unroll
+        for (int k = 0; k < MERGE_AHEAD; ++k) add_weighted(total, scratch.weight[warp + k * MERGE_WARPS], ahead[k]);
+#pragma unroll 4
+        for (int i = warp + MERGE_AHEAD * MERGE_WARPS; i < num_partials; i += MERGE_WARPS)
+            add_weighted(total, scratch.weight[i], load_partial(partials, i));
+    } else {
+        weigh(lse_partial, first, num_partials, base, mass, scratch);
+        const float* partials = out_partial + first * LATENT + latent + 4 * lane;
 #pragma unroll 8
-    for (int i = warp; i < num_partials; i += MERGE_WARPS)
-        add_weighted(total, scratch.weight[i],
+        for (int i = warp; i < num_partials; i += MERGE_WARPS)
+            add_weighted(total, scratch.weight[i],
                      *reinterpret_cast<const float4*>(partials + static_cast<i64>(i) * (ROWS * LATENT)));
+    }
     scratch.total[warp][lane] = total;
     __syncthreads();
     if (warp > 0) return;
