@@ -59,9 +59,7 @@ def _draw_lane(axes: Axes, lane: dict[str, Any], last: float) -> None:
         )
         axes.barh(row, end - released, BAR, released, color=color)
     if hidden:
-        axes.barh(
-            1, window, BAR, 0, color="#777777", alpha=WAITING, hatch="....", edgecolor="white"
-        )
+        axes.barh(1, window, BAR, 0, color="#777777", alpha=WAITING)
     if window > right:
         axes.text(right, len(names) - 1, f"at {window:.1f} µs →", ha="right", va="center")
     axes.axvline(0, color="black", linewidth=0.8)
