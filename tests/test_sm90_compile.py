@@ -1,8 +1,8 @@
-"""What the machine code of the narrow Hopper kernel must be: its pipeline, not only its results."""
+"""What the machine code of the fp8 Hopper kernels must be: its pipeline, not only its results."""
 
 import pytest
 
-from streamla.kernels.sm90 import narrow
+from streamla.kernels.sm90 import narrow, wide
 from streamla.runtime.facts import KernelFacts
 from streamla.runtime.offline import compile_variant, find_variants
 from streamla.spec import KVFormat, MLASpec
@@ -34,6 +34,27 @@ def test_a_tile_is_multiplied_without_padding_spills_or_serialised_wgmma(name, h
     # Two fp8 values an instruction: 64 x 576 as keys and 64 x 512 as values, over the team's threads.
     widening = 64 * (576 + 512) // 2 // (128 * halves)
     assert widening <= f.opcodes["F2FP"] < 1.4 * widening
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["h64-q1-p64", *(pytest.param(n, marks=pytest.mark.slow) for n in ("h96-q1-p64", "h16-q4-p1"))],
+)
+def test_a_wide_tile_is_multiplied_without_spills_or_serialised_wgmma(name):
+    f = facts(f"attention-wide/{name}")
+    assert (f.scratch_bytes, f.spills) == (0, 0)
+    # Values are added in three places, each for half of the latents: of the tile before, own, and the last of an item.
+    assert f.opcodes["HGMMA"] == KEY_STEPS + 3 * VALUE_STEPS // 2
+    assert f.opcodes["WARPGROUP"] < f.opcodes["HGMMA"] / 2  # four wgmma a commit group
+
+
+def test_as_many_blocks_of_the_wide_merge_that_reads_ahead_fit_as_its_launcher_counts_on():
+    assert facts("merge-wide-ahead/").programs_per_unit >= wide.MERGE_AHEAD_BLOCKS
+
+
+@pytest.mark.parametrize("rows", [33, 48, 64, 72, 96, 128])
+def test_shared_memory_fits_one_wide_program(rows):
+    assert wide.shared_bytes(MLASpec(rows, KVFormat.FP8_E4M3FN)) <= SHARED_LIMIT
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 24, 25, 32])
