@@ -44,8 +44,8 @@ def offline_variants(target: str) -> list[CudaVariant]:
     merges = [
         _merge("merge", narrow.merge_kernel(narrow.Variant.of(_NARROW[0])), narrows[0]),
         _merge("merge-ds-mla", ds_mla_merge, group_scales[0]),
-        _merge("merge-wide", wide.merge_kernel(_WIDE[0]), wides[0]),
-        _merge("merge-wide-ahead", wide.merge_kernel(_WIDE[0], ahead=True), wides[0]),
+        _merge("merge-wide", wide.merge_kernel(_WIDE[0], False), wides[0]),
+        _merge("merge-wide-ahead", wide.merge_kernel(_WIDE[0], True), wides[0]),
     ]
     return narrows + steps + group_scales + wides + merges
 

@@ -82,7 +82,7 @@ def attention_kernel(spec: MLASpec, bulk_copies: bool = True) -> Kernel:
 
 
 @functools.cache
-def merge_kernel(spec: MLASpec, ahead: bool = False) -> Kernel:
+def merge_kernel(spec: MLASpec, ahead: bool) -> Kernel:
     return Kernel(
         lambda: compile_cuda(SOURCE, defines=defines(spec)),
         "mla_merge_wide_ahead" if ahead else "mla_merge_wide",
@@ -165,6 +165,7 @@ def decode(
 
 def warmup(spec: MLASpec) -> None:
     """Compile and load the kernels of `spec` on the current device."""
-    for other in (True, False):
-        attention_kernel(spec, bulk_copies=other).load()
-        merge_kernel(spec, ahead=other).load()
+    for bulk_copies in (True, False):
+        attention_kernel(spec, bulk_copies).load()
+    for ahead in (True, False):
+        merge_kernel(spec, ahead).load()
