@@ -20,12 +20,12 @@ struct Softmaxing {
     DEVICE float score_scale() const { return softmax_scale * LOG2_E * value_scale(); }
 };
 
-// The tokens of an item, and how far the first query of its request sees.
+// Where an item ends, and how far the first query of its request sees.
 struct Range {
-    int begin, end, first_visible_end;
+    int end, first_visible_end;
 
     DEVICE static Range of(const Item& item, bool causal) {
-        return {item.begin, item.end, causal ? item.seqlen - SEQLEN_Q + 1 : item.seqlen};
+        return {item.end, causal ? item.seqlen - SEQLEN_Q + 1 : item.seqlen};
     }
     // First token that a row does not see.
     DEVICE int visible_end(int row) const {
@@ -94,13 +94,11 @@ DEVICE void attend_tile(RowValues& sums, Accumulator& acc, const Range& range, i
 }
 
 DEVICE void run_math(const Query& query, const Output& output, const Softmaxing& how, const int* work,
-                     const int* program_items, int row_begin, int* counters, const Rope& rope,
-                     const Ring& ring) {
+                     const int* program_items, int row_begin, const Rope& rope, const Ring& ring) {
     const Lane lane = Lane::here();
     const u32 shared = ring.shared;
     int position = 0;
-    const int last_item = load_index(program_items + 1);
-    for (int index = load_index(program_items); index < last_item; index++) {
+    for (int index = load_index(program_items); index < load_index(program_items + 1); index++) {
         const Item item = Item::load(work, index);
         load_query(query, item.request, row_begin, shared, how.score_scale(), [&](QueryRows& rows) {
             if (STEP) rotate_query(rows, rope, item.request, row_begin);
@@ -120,21 +118,20 @@ DEVICE void run_math(const Query& query, const Output& output, const Softmaxing&
         for (int c = 0; c < GROUPS; c++) sums[c][0] = sums[c][1] = 0.0f;
 
         const Range range = Range::of(item, how.causal);
+        const int origin = item.begin - position * TILE_N;  // token of ring position 0
         const int skip = (lane.team - position % TEAMS + TEAMS) % TEAMS, end = position + item.num_tiles();
         for (int tile = position + skip; tile < end; tile += TEAMS)
-            attend_tile(sums, acc, range, range.begin + (tile - position) * TILE_N, row_begin, ring, tile,
-                        tile + TEAMS < end, lane);
-        finish_item(sums, acc, output, Item::load(work, index), row_begin, ring, position, end,
-                    how.value_scale(), lane);
+            attend_tile(sums, acc, range, origin + tile * TILE_N, row_begin, ring, tile, tile + TEAMS < end,
+                        lane);
+        if (output.merges) wait_until_emptied(shared);
+        finish_item(sums, acc, output, Item::load(work, index), row_begin, ring, end, how.value_scale());
         position = end;
     }
-    if (!counters) return;
-    trade_partials(counters, work, program_items);
+    if (!output.merges) return;
     for (int index = load_index(program_items); index < load_index(program_items + 1); index++) {
         const Item item = Item::load(work, index);
-        if (item.slot >= 0)
-            merge_share(output, item, row_begin, item.slot - item.split_begin, item.num_splits(),
-                        shared + Shared::STAGE);
+        // No warp reads the query any more.
+        if (item.slot >= 0) merge_share(output, item, row_begin, how.value_scale(), shared + Shared::QUERY);
     }
 }
 
@@ -175,24 +172,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<LOAD_REGISTERS>();
         const Cache cache{kv_cache, page_stride, token_stride, page_table, table_stride};
-#if STREAMLA_STEP
-        if (threadIdx.x >= THREADS - WRITERS * WARP) {
+        const int* program_items = work_indptr + program;
+        if (threadIdx.x < MATH_THREADS + WARP) {
+            if (threadIdx.x == MATH_THREADS) ring.init();
+            __syncwarp();
+            named_barrier_arrive(BARRIER_READY, READY_THREADS);
+            wait_for_previous_grid();
+            allow_next_grid();
+            load_items(work, program_items, cache, ring);
+        } else if (threadIdx.x < MATH_THREADS + 2 * WARP) {
             named_barrier(BARRIER_READY, READY_THREADS);
             wait_for_previous_grid();
-            run_writer(tokens, rope, cache, k_scale, work, work_indptr + program, ring);
+            if (counters)
+                empty_slots({out_partial, lse_partial}, work, program_items, row_begin, counters, ring.shared);
+        }
+#if STREAMLA_STEP
+        else {
+            named_barrier(BARRIER_READY, READY_THREADS);
+            wait_for_previous_grid();
+            run_writer(tokens, rope, cache, k_scale, work, program_items, ring);
         }
 #endif
-        if (threadIdx.x >= MATH_THREADS + WARP) return;
-        if (threadIdx.x == MATH_THREADS) ring.init();
-        __syncwarp();
-        named_barrier_arrive(BARRIER_READY, READY_THREADS);
-        wait_for_previous_grid();
-        allow_next_grid();
-        const u64 l2_policy = ROW_TILES > 1 ? l2_evict_normal() : l2_evict_first();
-        const int last_item = __ldg(work_indptr + program + 1);
-        int position = 0;
-        for (int index = __ldg(work_indptr + program); index < last_item; index++)
-            load_item(Item::load(work, index), cache, ring, position, l2_policy);
     } else {
         registers_grow<MATH_REGISTERS>();
         wait_for_previous_grid();
@@ -208,10 +208,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                             out_partial,
                             lse_partial,
                             out_aligned != 0,
-                            lse_scale};
+                            lse_scale,
+                            counters != nullptr};
         const Softmaxing how{softmax_scale, k_scale, causal != 0};
         named_barrier(BARRIER_READY, READY_THREADS);
-        run_math(query, output, how, work, work_indptr + program, row_begin, counters, rope, ring);
+        run_math(query, output, how, work, work_indptr + program, row_begin, rope, ring);
     }
 }
 
@@ -230,8 +231,9 @@ extern "C" __global__ void __launch_bounds__(LATENT / 4)
                         nullptr,
                         nullptr,
                         out_aligned != 0,
-                        lse_scale};
+                        lse_scale,
+                        false};
     Weighted w;
-    w.add_partials(out_partial + static_cast<i64>(row) * LATENT + latent, lse_partial + row, begin, end, 1);
+    w.add_partials(out_partial + static_cast<i64>(row) * LATENT + latent, lse_partial + row, begin, end);
     w.store(output, request, row, latent);
 }

@@ -86,7 +86,7 @@ DEVICE void attend_tile(RowValues& sums, Accumulator& acc, const Range& range, i
 }
 
 DEVICE void run_math(const Query& query, const Output& output, float score_scale, bool causal, const int* work,
-                     const int* program_items, int row_begin, int* counters, const Ring& ring) {
+                     const int* program_items, int row_begin, const Ring& ring) {
     const Lane lane = Lane::here();
     const u32 shared = ring.shared;
     int position = 0;
@@ -114,17 +114,15 @@ DEVICE void run_math(const Query& query, const Output& output, float score_scale
         for (int tile = position + skip; tile < end; tile += TEAMS)
             attend_tile(sums, acc, range, range.begin + (tile - position) * TILE_N, row_begin, ring, tile,
                         tile + TEAMS < end, lane);
-        finish_item<RangePerGroup>(sums, acc, output, Item::load(work, index), row_begin, ring, position, end, 1.0f,
-                                   lane);
+        if (output.merges) wait_until_emptied(shared);
+        finish_item<RangePerGroup>(sums, acc, output, Item::load(work, index), row_begin, ring, end, 1.0f);
         position = end;
     }
-    if (!counters) return;
-    trade_partials(counters, work, program_items);
+    if (!output.merges) return;
     for (int index = load_index(program_items); index < load_index(program_items + 1); index++) {
         const Item item = Item::load(work, index);
-        if (item.slot >= 0)
-            merge_share(output, item, row_begin, item.slot - item.split_begin, item.num_splits(),
-                        shared + Shared::STAGE);
+        // No warp reads the query any more.
+        if (item.slot >= 0) merge_share(output, item, row_begin, 1.0f, shared + Shared::QUERY);
     }
 }
 
@@ -148,18 +146,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<LOAD_REGISTERS>();
-        if (threadIdx.x >= MATH_THREADS + WARP) return;
-        if (threadIdx.x == MATH_THREADS) ring.init();
-        __syncwarp();
-        named_barrier_arrive(BARRIER_READY, MATH_THREADS + WARP);
-        wait_for_previous_grid();
-        allow_next_grid();
-        const Cache cache{kv_cache, page_stride, token_stride, page_table, table_stride};
-        const u64 l2_policy = ROW_TILES > 1 ? l2_evict_normal() : l2_evict_first();
-        const int last_item = __ldg(work_indptr + program + 1);
-        int position = 0;
-        for (int index = __ldg(work_indptr + program); index < last_item; index++)
-            load_item(Item::load(work, index), cache, ring, position, l2_policy);
+        const int* program_items = work_indptr + program;
+        if (threadIdx.x < MATH_THREADS + WARP) {
+            if (threadIdx.x == MATH_THREADS) ring.init();
+            __syncwarp();
+            named_barrier_arrive(BARRIER_READY, READY_THREADS);
+            wait_for_previous_grid();
+            allow_next_grid();
+            load_items(work, program_items, {kv_cache, page_stride, token_stride, page_table, table_stride}, ring);
+        } else if (threadIdx.x < READY_THREADS) {
+            named_barrier(BARRIER_READY, READY_THREADS);
+            wait_for_previous_grid();
+            if (counters)
+                empty_slots({out_partial, lse_partial}, work, program_items, row_begin, counters, ring.shared);
+        }
     } else {
         registers_grow<MATH_REGISTERS>();
         wait_for_previous_grid();
@@ -175,10 +175,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                             out_partial,
                             lse_partial,
                             out_aligned != 0,
-                            lse_scale};
-        named_barrier(BARRIER_READY, MATH_THREADS + WARP);
+                            lse_scale,
+                            counters != nullptr};
+        named_barrier(BARRIER_READY, READY_THREADS);
         run_math(query, output, softmax_scale * LOG2_E, causal != 0, work, work_indptr + program, row_begin,
-                 counters, ring);
+                 ring);
     }
 }
 
@@ -197,8 +198,9 @@ extern "C" __global__ void __launch_bounds__(LATENT / 4)
                         nullptr,
                         nullptr,
                         out_aligned != 0,
-                        lse_scale};
+                        lse_scale,
+                        false};
     Weighted w;
-    w.add_partials(out_partial + static_cast<i64>(row) * LATENT + latent, lse_partial + row, begin, end, 1);
+    w.add_partials(out_partial + static_cast<i64>(row) * LATENT + latent, lse_partial + row, begin, end);
     w.store(output, request, row, latent);
 }

@@ -96,7 +96,7 @@ class Variant:
         probability = 2 * 4 * TILE_N * self.rows * 2
         score = 2 * 2 * TILE_N // 2 * self.rows * 4 if self.team_halves == 2 else 0
         warps = 8 * self.team_halves
-        small = (2 * warps + 2 + 1) * self.rows * 4 + (warps + 2) * 4 + 2 * STAGES * 8
+        small = (2 * warps + 2 + 2 + 2) * self.rows * 4 + (warps + 2) * 4 + 2 * STAGES * 8 + 8
         return ring + query + probability + score + small + 1024
 
     def cubin(self) -> bytes:

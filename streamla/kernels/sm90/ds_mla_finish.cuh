@@ -18,6 +18,13 @@ struct RangePerGroup {
             *reinterpret_cast<float4*>(row + first_group_latent(lane, run, i)) =
                 make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
     }
+    DEVICE static void store_words(u32* row, const float (&v)[THREAD_LATENTS], int run, const Lane& lane) {
+#pragma unroll
+        for (int i = 0; i < HALF_GROUPS; i++)
+            store_relaxed(row + first_group_latent(lane, i),
+                          make_uint4(__float_as_uint(v[4 * i]), __float_as_uint(v[4 * i + 1]),
+                                     __float_as_uint(v[4 * i + 2]), __float_as_uint(v[4 * i + 3])));
+    }
     DEVICE static void store_bfloats(u16* row, const float (&v)[THREAD_LATENTS], bool aligned, int run,
                                      const Lane& lane) {
 #pragma unroll

@@ -5,6 +5,7 @@
 // through the last stage it has read, which it has not released yet.
 #pragma once
 
+#include "exchange.cuh"
 #include "load.cuh"
 #include "softmax.cuh"
 
@@ -17,7 +18,9 @@ struct Output {
     float *out_partial, *lse_partial;  // contiguous
     bool aligned;                      // every row of out starts at a multiple of 16 bytes
     float lse_scale;                   // 1 for the natural logarithm
+    bool merges;                       // partials go to the programs of this launch, through Exchange
 
+    DEVICE Exchange exchange() const { return {out_partial, lse_partial}; }
     DEVICE float* partial(int slot, int row) const {
         return out_partial + (static_cast<i64>(slot) * TOTAL_ROWS + row) * LATENT;
     }
@@ -39,12 +42,17 @@ DEVICE void publish_sums(const RowValues& sums, u32 shared, const Lane& lane) {
         }
     }
 }
-// Sum of a team's exponentials of one row, in a fixed order.
-DEVICE float team_sum(u32 shared, int team, int row) {
+DEVICE u32 team_sum_address(u32 shared, int team, int row) {
+    return shared + Shared::TEAM_SUM + (team * ROWS + row) * 4;
+}
+// The sums of a team's warps, published before a barrier of the team, added in a fixed order.
+DEVICE void add_team_sums(u32 shared, const Lane& lane) {
+    const int row = lane.team_thread();
+    if (row >= ROWS) return;
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < TEAM_WARPS; w++) sum += load_shared_f32(sum_address(shared, team, w, row));
-    return sum;
+    for (int w = 0; w < TEAM_WARPS; w++) sum += load_shared_f32(sum_address(shared, lane.team, w, row));
+    store_shared(team_sum_address(shared, lane.team, row), sum);
 }
 
 // Four latents of a thread, quad `quad` of run `run`, of row 8 * c + 2 * t + k.
@@ -70,7 +78,6 @@ DEVICE void send_accumulators(const Accumulator& acc, u32 stage, const Lane& lan
             store_shared(swap_address(stage, lane, c, i / 2, i % 2),
                          quad_of(acc, c, i / 2, i % 2, lane.team ^ 1));
     }
-    fence_async_proxy();
 }
 
 // Where a thread's latents lie: 8 that follow each other in each run.
@@ -95,6 +102,11 @@ struct OneRange {
         *reinterpret_cast<float4*>(pair) = make_float4(low[0], low[1], low[2], low[3]);
         *reinterpret_cast<float4*>(pair + 8) = make_float4(high[0], high[1], high[2], high[3]);
     }
+    DEVICE static void store_words(u32* row, const float (&v)[THREAD_LATENTS], int run, const Lane& lane) {
+        store_relaxed(row + first_latent(lane, run) / 2,
+                      make_uint4(pack_half2(v[0], v[1]), pack_half2(v[2], v[3]), pack_half2(v[4], v[5]),
+                                 pack_half2(v[6], v[7])));
+    }
     DEVICE static void store_bfloats(u16* row, const float (&v)[THREAD_LATENTS], bool aligned, int run,
                                      const Lane& lane) {
         u16* p = row + first_latent(lane, run);
@@ -110,13 +122,16 @@ struct OneRange {
     }
 };
 
-// One run of latents of one row of the item, k_scale included.
+// One run of latents of one row of the item.
 template <typename Latents>
 DEVICE void store_row(const Output& output, const Item& item, int row, int run,
                       const float (&v)[THREAD_LATENTS], float lse, const Lane& lane) {
     const bool writes_lse = lane.team_warp() == 0 && lane.g == 0 && run == 0;
     const bool exists = row < TOTAL_ROWS;
-    if (item.slot >= 0) {
+    if (item.slot >= 0 && output.merges) {
+        if (exists) Latents::store_words(output.exchange().row(item.slot, row), v, run, lane);
+        if (writes_lse && exists) output.exchange().store_lse(item.slot, row, lse);
+    } else if (item.slot >= 0) {
         Latents::store_floats(output.partial(item.slot, row), v, exists, run, lane);
         if (writes_lse && exists) output.lse_partial[static_cast<i64>(item.slot) * TOTAL_ROWS + row] = lse;
     } else if (exists) {
@@ -126,23 +141,22 @@ DEVICE void store_row(const Output& output, const Item& item, int row, int run,
     }
 }
 
-// The tiles at ring positions [first, end) have been accumulated, each by the team it fell to.
+// The item's tiles, up to ring position `end`, have been accumulated, each by the team it fell to. The values are
+// multiplied by value_scale, except those of an Exchange.
 template <typename Latents = OneRange>
 DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Output& output,
-                        const Item& item, int row_begin, const Ring& ring, int first, int end,
-                        float value_scale, Lane lane) {
+                        const Item& item, int row_begin, const Ring& ring, int end, float value_scale) {
+    if (item.slot >= 0 && output.merges) value_scale = 1.0f;
     // No address of the stores below is kept in a register all the while.
-    lane.g = forget(lane.g);
-    if (STEP) lane.t = forget(lane.t), lane.warp = forget(lane.warp);
+    const Lane lane = Lane::of(forget(static_cast<int>(threadIdx.x)));
     const u32 shared = ring.shared;
-    const int other_team = lane.team ^ 1;
+    const int first = end - item.num_tiles(), other_team = lane.team ^ 1;
     const int my_last = (end - 1) % TEAMS == lane.team ? end - 1 : end - 2;
     const int other_last = (end - 1) % TEAMS == lane.team ? end - 2 : end - 1;
     publish_sums(sums, shared, lane);
-    if (my_last >= first) {
-        named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);  // all its warps have read that stage
-        send_accumulators(acc, ring.stage(my_last), lane);
-    }
+    named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);  // all its warps have read its last stage
+    add_team_sums(shared, lane);
+    if (my_last >= first) send_accumulators(acc, ring.stage(my_last), lane);
     named_barrier(BARRIER_MATH, MATH_THREADS);
 
 #pragma unroll
@@ -152,9 +166,9 @@ DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Out
         const float other_max = load_shared_f32(team_max_address(shared, other_team, row));
         const float base = exponent_base(fmaxf(my_max, other_max));
         float my_weight = exp2_approx(my_max - base), other_weight = exp2_approx(other_max - base);
-        const float sum =
-            my_weight * team_sum(shared, lane.team, row) + other_weight * team_sum(shared, other_team, row);
-        const float normal = sum == 0.0f ? 0.0f : value_scale / sum;
+        const float sum = my_weight * load_shared_f32(team_sum_address(shared, lane.team, row)) +
+                          other_weight * load_shared_f32(team_sum_address(shared, other_team, row));
+        const float normal = sum == 0.0f ? 0.0f : __fdividef(value_scale, sum);
         my_weight *= normal * Latents::value_unit(shared, lane.team);
         other_weight *= normal * Latents::value_unit(shared, other_team);
 #pragma unroll
@@ -174,7 +188,10 @@ DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Out
             store_row<Latents>(output, item, row_begin + row, run, v, LN_2 * (base + log2_approx(sum)), lane);
         }
     }
-    if (other_last >= first) ring.release(other_last, lane.leads_warp());
+    if (other_last >= first) {
+        fence_async_proxy();  // behind what the other team stored there
+        ring.release(other_last, lane.leads_warp());
+    }
 }
 
 }  // namespace streamla

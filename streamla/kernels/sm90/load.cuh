@@ -16,10 +16,11 @@ struct Cache {
     i64 table_stride;
 };
 
-// Tiles being loaded at once: with more, none lands before all do. It also keeps the landings in order
-// enough that a team which waits for its round of a stage cannot meet the round before the last, of equal
-// parity.
+// Tiles being loaded at once: with more, none lands before all do, and in a short item the math waits for
+// that. It also keeps the landings in order enough that a team which waits for its round of a stage cannot meet
+// the round before the last, of equal parity.
 constexpr int IN_FLIGHT = 3;
+constexpr int SHORT_ITEM = 8;  // tiles up to which one less is in flight
 static_assert(STAGES % TEAMS == 0 || IN_FLIGHT <= STAGES - TEAMS, "see above");
 
 constexpr int TILE_RUNS = TILE_N / RUN;
@@ -50,6 +51,7 @@ struct Ring {
             mbarrier_init(empty(s), TEAM_WARPS);
             if (STEP) mbarrier_init(turn(s), 1);
         }
+        mbarrier_init(shared + Shared::EMPTIED, 1);
         fence_mbarrier_init();
     }
 };
@@ -76,6 +78,7 @@ DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, in
     const int lane = threadIdx.x % WARP;
     const int* table = cache.page_table + item.request * cache.table_stride;
     const int num_tiles = item.num_tiles(), end = item.cached_end();
+    const int in_flight = num_tiles <= SHORT_ITEM ? IN_FLIGHT - 1 : IN_FLIGHT;
     int pages[LANE_RUNS], next_pages[LANE_RUNS];
     fetch_pages(pages, table, item, 0, lane);
     for (int batch = 0; batch < num_tiles; batch += BATCH_TILES) {
@@ -85,7 +88,7 @@ DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, in
             const int first = item.begin + (batch + i) * TILE_N;  // token
             const u32 full = ring.full(position), stage = ring.stage(position);
             ring.wait_empty(position);
-            if (position >= IN_FLIGHT) ring.wait_full(position - IN_FLIGHT);
+            if (position >= in_flight) ring.wait_full(position - in_flight);
             if (lane == 0)
                 open_stage(ring, position, max(0, min(TILE_N, end - first)) * TOKEN_BYTES,
                            min(first + TILE_N, item.end) > end);
@@ -104,6 +107,15 @@ DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, in
 #pragma unroll
         for (int k = 0; k < LANE_RUNS; k++) pages[k] = next_pages[k];
     }
+}
+
+// The loading warp: all items of its program.
+DEVICE void load_items(const int* work, const int* program_items, const Cache& cache, const Ring& ring) {
+    const u64 l2_policy = ROW_TILES > 1 ? l2_evict_normal() : l2_evict_first();
+    const int last_item = load_index(program_items + 1);
+    int position = 0;
+    for (int index = load_index(program_items); index < last_item; index++)
+        load_item(Item::load(work, index), cache, ring, position, l2_policy);
 }
 
 }  // namespace streamla

@@ -1,75 +1,186 @@
 // Merge: a split request's result from its partials, weighted by exp(lse).
 //
-// In the same launch: every program of a request, once all of them have stored their partials, merges an
-// equal share of the request's rows. The programs of a launch are all resident (a cooperative launch), so
-// they may wait for each other. The order of summation depends on the plan alone.
+// In the same launch: every program of a request merges an equal share of its rows, as soon as the partials
+// are there (exchange.cuh). The order of summation depends on the plan alone.
 #pragma once
 
 #include "finish.cuh"
 
 namespace streamla {
 
-constexpr int UNIT_LATENTS = 64;  // a unit of merging: 64 latents of a row, 256 bytes of each partial
+constexpr int UNIT_LATENTS = WARP * WORD_LATENTS;  // a unit of merging: one word a lane
 constexpr int ROW_UNITS = LATENT / UNIT_LATENTS;
-constexpr int UNIT_LANES = UNIT_LATENTS / 4;
-constexpr int MERGE_DEPTH = 5;  // partials a lane has in flight
+constexpr int MERGE_DEPTH = 9;  // partials a warp has in flight: 132 splits on 16 warps
 
-// Four latents, weighted relative to exp(largest); lse is natural here.
+// A warp's share of a unit: one word a lane, weighted relative to exp(largest); lse is natural here.
+struct UnitSum {
+    float value[WORD_LATENTS] = {};
+    float largest = NEG_INF;  // the same in all lanes
+    float sum = 0.0f;         // to be added up over the lanes
+
+    // The partials begin, begin + stride, ... before end; lane i brings the lse of the i-th.
+    DEVICE void add_partials(const u32* words, const u32* lses, int begin, int end, int stride, int lane) {
+        for (int first = begin; first < end; first += stride * MERGE_DEPTH) {
+            const int own = first + stride * lane;
+            const u32* own_lse = lses + static_cast<i64>(own) * TOTAL_ROWS;
+            const u32* first_word = words + static_cast<i64>(first) * TOTAL_ROWS * LATENT;
+            u32 lse = lane < MERGE_DEPTH && own < end ? EMPTY : __float_as_uint(NEG_INF);
+            u32 word[MERGE_DEPTH];
+#pragma unroll
+            for (int i = 0; i < MERGE_DEPTH; i++) word[i] = first + stride * i < end ? EMPTY : 0;
+            bool missing = true;
+            while (missing) {
+                if (lse == EMPTY) lse = load_relaxed(own_lse);
+#pragma unroll
+                for (int i = 0; i < MERGE_DEPTH; i++)
+                    if (word[i] == EMPTY) word[i] = load_relaxed(first_word + stride * i * (TOTAL_ROWS * LATENT));
+                missing = lse == EMPTY;
+#pragma unroll
+                for (int i = 0; i < MERGE_DEPTH; i++) missing |= word[i] == EMPTY;
+            }
+            __syncwarp();
+            const float weight = weigh(__uint_as_float(lse));
+#pragma unroll
+            for (int i = 0; i < MERGE_DEPTH; i++) {
+                const float w = __shfl_sync(FULL_WARP, weight, i);
+                float v[WORD_LATENTS];
+                unpack_word(v, word[i]);
+#pragma unroll
+                for (int j = 0; j < WORD_LATENTS; j++) value[j] += w * v[j];
+            }
+        }
+    }
+    // The weight of the partial with this lse, one a lane, after what was summed is put on the same base.
+    DEVICE float weigh(float lse) {
+        float new_largest = fmaxf(largest, lse);
+#pragma unroll
+        for (int o = 1; o < WARP; o *= 2)
+            new_largest = fmaxf(new_largest, __shfl_xor_sync(FULL_WARP, new_largest, o));
+        const float base = exponent_base(new_largest), scale = exp2_approx(LOG2_E * (largest - base));
+        const float weight = exp2_approx(LOG2_E * (lse - base));
+#pragma unroll
+        for (int j = 0; j < WORD_LATENTS; j++) value[j] *= scale;
+        sum = sum * scale + weight;
+        largest = new_largest;
+        return weight;
+    }
+};
+
+// What the warps of a unit tell each other: [warp][word] values, and [warp] largest and sum.
+DEVICE u32 unit_values(u32 scratch, int warp, int word) {
+    return scratch + (warp * WARP + word) * WORD_LATENTS * 4;
+}
+DEVICE u32 unit_mass(u32 scratch, int warp) { return unit_values(scratch, MATH_WARPS, 0) + warp * 8; }
+
+DEVICE void publish(const UnitSum& w, u32 scratch, int warp, int lane) {
+    float sum = w.sum;
+#pragma unroll
+    for (int o = 1; o < WARP; o *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, o);
+#pragma unroll
+    for (int j = 0; j < WORD_LATENTS; j++) store_shared(unit_values(scratch, warp, lane) + j * 4, w.value[j]);
+    if (lane == 0) store_shared(unit_mass(scratch, warp), make_float2(w.largest, sum));
+}
+
+// The sum of 2^doublings warps, the first of which is `first_warp`: as many lanes add up one word.
+DEVICE void finish_word(const Output& output, u32 scratch, int first_warp, int doublings, int word,
+                        int request, int row, int first_latent, bool exists, float value_scale) {
+    const int lane = threadIdx.x % WARP, last = (1 << doublings) - 1, from = first_warp + (lane & last);
+    const float2 mass = load_shared_f32x2(unit_mass(scratch, from));
+    float v[WORD_LATENTS], largest = mass.x;
+#pragma unroll
+    for (int j = 0; j < WORD_LATENTS; j++) v[j] = load_shared_f32(unit_values(scratch, from, word) + j * 4);
+    for (int o = 1; o <= last; o *= 2) largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, o));
+    const float base = exponent_base(largest), weight = exp2_approx(LOG2_E * (mass.x - base));
+    float sum = mass.y * weight;
+#pragma unroll
+    for (int j = 0; j < WORD_LATENTS; j++) v[j] *= weight;
+    for (int o = 1; o <= last; o *= 2) {
+        sum += __shfl_xor_sync(FULL_WARP, sum, o);
+#pragma unroll
+        for (int j = 0; j < WORD_LATENTS; j++) v[j] += __shfl_xor_sync(FULL_WARP, v[j], o);
+    }
+    if (!exists || (lane & last)) return;
+    const float normal = sum == 0.0f ? 0.0f : __fdividef(value_scale, sum);
+    u16* p = output.out + output.out_strides.at(request, row) + first_latent + word * WORD_LATENTS;
+    const u32 pair = pack_bfloat2(v[0] * normal, v[WORD_LATENTS - 1] * normal);
+    if (WORD_LATENTS == 2 && output.aligned) {
+        *reinterpret_cast<u32*>(p) = pair;
+    } else {
+        p[0] = static_cast<u16>(pair);
+        p[WORD_LATENTS - 1] = static_cast<u16>(pair >> 16);
+    }
+    if (first_latent + word == 0)
+        output.lse[output.lse_strides.at(request, row)] = output.lse_scale * (base + LN_2 * log2_approx(sum));
+}
+
+// All math warps of one of the request's programs: it takes every num_splits-th unit, from that of its own
+// place among them on. Several warps take one unit when there are warps to spare.
+DEVICE void merge_share(const Output& output, const Item& item, int row_begin, float value_scale,
+                        u32 scratch) {
+    const int share = item.slot - item.split_begin, num_shares = item.num_splits();
+    const int warp = uniform(static_cast<int>(threadIdx.x) / WARP), lane = threadIdx.x % WARP;
+    const int num_units = min(ROWS, TOTAL_ROWS - row_begin) * ROW_UNITS;
+    int doublings = 0;  // 2^doublings warps a unit
+    while ((2 << doublings) <= MATH_WARPS && num_units <= num_shares * (MATH_WARPS >> (doublings + 1)))
+        doublings++;
+    const int place = warp & ((1 << doublings) - 1);  // among the warps of a unit
+
+    for (int first = share; first < num_units; first += num_shares * (MATH_WARPS >> doublings)) {
+        const int unit = first + (warp >> doublings) * num_shares;
+        const int row = row_begin + unit / ROW_UNITS, first_latent = unit % ROW_UNITS * UNIT_LATENTS;
+        UnitSum w;
+        if (unit < num_units)
+            w.add_partials(output.exchange().row(0, row) + first_latent / WORD_LATENTS + lane,
+                           output.exchange().lse(0, row), item.split_begin + place, item.split_end,
+                           1 << doublings, lane);
+        publish(w, scratch, warp, lane);
+        named_barrier(BARRIER_MATH, MATH_THREADS);
+        finish_word(output, scratch, warp - place, doublings,
+                    place * (WARP >> doublings) + (lane >> doublings), item.request, row, first_latent,
+                    unit < num_units, value_scale);
+        named_barrier(BARRIER_MATH, MATH_THREADS);
+    }
+}
+
+// Partials of a launch before: four latents a thread, each partial once.
 struct Weighted {
     float value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     float largest = NEG_INF;
     float sum = 0.0f;
 
-    DEVICE void rescale(float new_largest) {
-        const float scale = exp2_approx(LOG2_E * (largest - exponent_base(new_largest)));
+    // `v` and `lse` are those of slot 0.
+    DEVICE void add_partials(const float* v, const float* lse, int begin, int end) {
+        constexpr int DEPTH = 4;  // in flight
+        for (int first = begin; first < end; first += DEPTH) {
+            float4 values[DEPTH];
+            float lses[DEPTH], new_largest = largest;
 #pragma unroll
-        for (int i = 0; i < 4; i++) value[i] *= scale;
-        sum *= scale;
-        largest = new_largest;
-    }
-    DEVICE void add(const float4& v, float lse) {
-        const float weight = exp2_approx(LOG2_E * (lse - exponent_base(largest)));
-        value[0] += weight * v.x;
-        value[1] += weight * v.y;
-        value[2] += weight * v.z;
-        value[3] += weight * v.w;
-        sum += weight;
-    }
-    // The partials begin, begin + stride, ... before end; `v` and `lse` are those of slot 0.
-    DEVICE void add_partials(const float* v, const float* lse, int begin, int end, int stride) {
-        for (int first = begin; first < end; first += stride * MERGE_DEPTH) {
-            float4 values[MERGE_DEPTH];
-            float weights[MERGE_DEPTH], new_largest = largest;
-#pragma unroll
-            for (int i = 0; i < MERGE_DEPTH; i++) {
-                const i64 slot = first + i * stride;
-                const bool exists = slot < end;
-                weights[i] = exists ? __ldcg(lse + slot * TOTAL_ROWS) : NEG_INF;
-                values[i] = exists ? __ldcg(reinterpret_cast<const float4*>(v + slot * TOTAL_ROWS * LATENT))
+            for (int i = 0; i < DEPTH; i++) {
+                const i64 row = static_cast<i64>(first + i) * TOTAL_ROWS;
+                const bool exists = first + i < end;
+                lses[i] = exists ? __ldcg(lse + row) : NEG_INF;
+                values[i] = exists ? __ldcg(reinterpret_cast<const float4*>(v + row * LATENT))
                                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                new_largest = fmaxf(new_largest, lses[i]);
             }
+            const float base = exponent_base(new_largest);
+            scale(exp2_approx(LOG2_E * (largest - base)));
+            largest = new_largest;
 #pragma unroll
-            for (int i = 0; i < MERGE_DEPTH; i++) new_largest = fmaxf(new_largest, weights[i]);
-            rescale(new_largest);
-#pragma unroll
-            for (int i = 0; i < MERGE_DEPTH; i++) add(values[i], weights[i]);
+            for (int i = 0; i < DEPTH; i++) {
+                const float weight = exp2_approx(LOG2_E * (lses[i] - base));
+                value[0] += weight * values[i].x;
+                value[1] += weight * values[i].y;
+                value[2] += weight * values[i].z;
+                value[3] += weight * values[i].w;
+                sum += weight;
+            }
         }
     }
-    DEVICE void add(Weighted other) {
-        const float new_largest = fmaxf(largest, other.largest);
-        rescale(new_largest);
-        other.rescale(new_largest);
+    DEVICE void scale(float factor) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) value[i] += other.value[i];
-        sum += other.sum;
-    }
-    DEVICE Weighted from_lane(int mask) const {
-        Weighted w;
-#pragma unroll
-        for (int i = 0; i < 4; i++) w.value[i] = __shfl_xor_sync(FULL_WARP, value[i], mask);
-        w.largest = __shfl_xor_sync(FULL_WARP, largest, mask);
-        w.sum = __shfl_xor_sync(FULL_WARP, sum, mask);
-        return w;
+        for (int i = 0; i < 4; i++) value[i] *= factor;
+        sum *= factor;
     }
     DEVICE void store(const Output& output, int request, int row, int latent) const {
         const float normal = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -89,75 +200,5 @@ struct Weighted {
                 output.lse_scale * (exponent_base(largest) + LN_2 * log2_approx(sum));
     }
 };
-
-DEVICE void store_weighted(u32 address, const Weighted& w) {
-    store_shared(address, make_float4(w.value[0], w.value[1], w.value[2], w.value[3]));
-    store_shared(address + 16, make_float2(w.largest, w.sum));
-}
-DEVICE Weighted load_weighted(u32 address) {
-    const float4 v = load_shared_f32x4(address);
-    const float2 ms = load_shared_f32x2(address + 16);
-    Weighted w;
-    w.value[0] = v.x, w.value[1] = v.y, w.value[2] = v.z, w.value[3] = v.w;
-    w.largest = ms.x, w.sum = ms.y;
-    return w;
-}
-constexpr int WEIGHTED_BYTES = 32;
-
-// All math warps of share `share` of `num_shares`: units share, share + num_shares, ... Several warps take
-// one unit when there are warps to spare; each half warp takes every so many-th partial.
-DEVICE void merge_share(const Output& output, const Item& item, int row_begin, int share, int num_shares,
-                        u32 scratch) {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int num_units = min(ROWS, TOTAL_ROWS - row_begin) * ROW_UNITS;
-    const int my_units = (num_units + num_shares - 1) / num_shares;
-    int unit_warps = 1;
-    while (unit_warps < MATH_WARPS && 2 * unit_warps * my_units <= MATH_WARPS) unit_warps *= 2;
-    const int place = warp % unit_warps;  // among the warps of a unit
-    const int pass_units = MATH_WARPS / unit_warps;
-
-    for (int pass = 0; pass < my_units; pass += pass_units) {
-        const int unit = share + (pass + warp / unit_warps) * num_shares;
-        const int row = row_begin + unit / ROW_UNITS;
-        const int latent = unit % ROW_UNITS * UNIT_LATENTS + lane % UNIT_LANES * 4;
-        Weighted w;
-        if (unit < num_units)
-            w.add_partials(output.out_partial + static_cast<i64>(row) * LATENT + latent,
-                           output.lse_partial + row, item.split_begin + 2 * place + lane / UNIT_LANES,
-                           item.split_end, 2 * unit_warps);
-        w.add(w.from_lane(UNIT_LANES));
-        if (unit_warps > 1) {
-            const u32 mine = scratch + (warp * UNIT_LANES + lane % UNIT_LANES) * WEIGHTED_BYTES;
-            if (lane < UNIT_LANES) store_weighted(mine, w);
-            named_barrier(BARRIER_MATH, MATH_THREADS);
-            if (place == 0)
-                for (int i = 1; i < unit_warps; i++)
-                    w.add(load_weighted(mine + i * UNIT_LANES * WEIGHTED_BYTES));
-            named_barrier(BARRIER_MATH, MATH_THREADS);
-        }
-        if (unit < num_units && place == 0 && lane < UNIT_LANES) w.store(output, item.request, row, latent);
-    }
-}
-
-// counters[request] counts the stored partials of all launches since the plan was made: it is a multiple of
-// what one launch stores whenever none is missing. One fence serves all items of the program, so this comes
-// after the last of them.
-DEVICE void trade_partials(int* counters, const int* work, const int* program_items) {
-    named_barrier(BARRIER_MATH, MATH_THREADS);
-    if (threadIdx.x == 0) {
-        const int first = load_index(program_items), last = load_index(program_items + 1);
-        for (int index = first; index < last; index++) {
-            const Item item = Item::load(work, index);
-            if (item.slot >= 0) add_release(counters + item.request, 1);
-        }
-        for (int index = first; index < last; index++) {
-            const Item item = Item::load(work, index);
-            const int arrivals = item.num_splits() * ROW_TILES;
-            while (item.slot >= 0 && load_acquire(counters + item.request) % arrivals) {
-            }
-        }
-    }
-    named_barrier(BARRIER_MATH, MATH_THREADS);
-}
 
 }  // namespace streamla

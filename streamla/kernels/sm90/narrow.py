@@ -95,8 +95,8 @@ class Variant:
         query = 9 * self.rows * 128
         probability = 2 * 2 // self.team_halves * TILE_N * self.rows * 2
         score = 2 * 2 * TILE_N // 2 * self.rows * 4 if self.team_halves == 2 else 0
-        barriers = (2 + self.step) * stages * 8
-        small = (2 * 2 * 4 * self.team_halves + 2 + 1) * self.rows * 4 + barriers
+        barriers = (2 + self.step) * stages * 8 + 8
+        small = (2 * 2 * 4 * self.team_halves + 2 + 2 + 2) * self.rows * 4 + barriers
         return ring + query + probability + score + small + 1024
 
     def cubin(self) -> bytes:

@@ -210,6 +210,16 @@ DEVICE u32 pack_bfloat2(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+DEVICE float2 unpack_half2(u32 pair) {
+    float2 v;
+    asm("{\n"
+        ".reg .b16 l, h;\n"
+        "mov.b32 {l, h}, %2;\n"
+        "cvt.f32.f16 %0, l;\n"
+        "cvt.f32.f16 %1, h;\n"
+        "}" : "=f"(v.x), "=f"(v.y) : "r"(pair));
+    return v;
+}
 DEVICE float bfloat_low(u32 pair) { return __uint_as_float(pair << 16); }
 DEVICE float bfloat_high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
 
@@ -337,6 +347,21 @@ DEVICE int load_acquire(const int* p) {
 DEVICE int load_relaxed(const int* p) {
     int v;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+// Stores and loads of words that programs hand each other without a fence between: each word is whole, in no
+// order with others.
+DEVICE void store_relaxed(u32* p, u32 v) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
+}
+DEVICE void store_relaxed(u32* p, uint4 v) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+DEVICE u32 load_relaxed(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
     return v;
 }
 

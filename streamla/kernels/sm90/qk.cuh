@@ -6,7 +6,7 @@
 // the last; then they add up what they have through shared memory.
 #pragma once
 
-#include "tile.cuh"
+#include "query.cuh"
 
 namespace streamla {
 
@@ -86,9 +86,9 @@ DEVICE void issue_scores(float (&scores)[ROWS / 2], u32 stage, u32 shared, const
 
 using Scores = float[GROUPS][THREAD_TOKENS][2];  // of rows Lane::row(c, k) and tokens Lane::token(x)
 
-DEVICE u32 score_address(u32 shared, const Lane& lane, int half) {
-    return shared + Shared::SCORE + (lane.team * 2 + half) * Shared::SCORE_BYTES +
-           threadIdx.x % WARPGROUP * 8;
+// What is sent to half 0; what is sent to half 1 lies SCORE_BYTES further.
+DEVICE u32 score_address(u32 shared, const Lane& lane) {
+    return shared + Shared::SCORE + lane.team * 2 * Shared::SCORE_BYTES + threadIdx.x % WARPGROUP * 8;
 }
 // Two halves trade: each keeps its own tokens.
 DEVICE void send_scores(const float (&fragment)[ROWS / 2], Scores& scores, u32 shared, const Lane& lane) {
@@ -97,8 +97,11 @@ DEVICE void send_scores(const float (&fragment)[ROWS / 2], Scores& scores, u32 s
         const float2 first = make_float2(fragment[4 * c], fragment[4 * c + 1]);
         const float2 second = make_float2(fragment[4 * c + 2], fragment[4 * c + 3]);
         if constexpr (TEAM_HALVES == 2) {
-            store_shared(score_address(shared, lane, lane.half ^ 1) + c * WARPGROUP * 8,
-                         lane.half ? first : second);
+            const u32 address = score_address(shared, lane) + c * WARPGROUP * 8;
+            if (lane.half)
+                store_shared(address, first);
+            else
+                store_shared(address + Shared::SCORE_BYTES, second);
             scores[c][0][0] = lane.half ? second.x : first.x;
             scores[c][0][1] = lane.half ? second.y : first.y;
         } else {
@@ -112,12 +115,16 @@ DEVICE void receive_scores(Scores& scores, u32 shared, const Lane& lane) {
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
         if constexpr (TEAM_HALVES == 2) {
-            const float2 other =
-                load_shared_f32x2(score_address(shared, lane, lane.half) + c * WARPGROUP * 8);
+            const u32 address = score_address(shared, lane) + c * WARPGROUP * 8;
+            float2 other;
+            if (lane.half)
+                other = load_shared_f32x2(address + Shared::SCORE_BYTES);
+            else
+                other = load_shared_f32x2(address);
             scores[c][0][0] += other.x;
             scores[c][0][1] += other.y;
         }
-        const float2 scale = load_shared_f32x2(shared + Shared::ROW_SCALE + lane.row(c, 0) * 4);
+        const float2 scale = load_shared_f32x2(row_scale_address(shared, lane.team, lane.row(c, 0)));
 #pragma unroll
         for (int x = 0; x < THREAD_TOKENS; x++) {
             scores[c][x][0] *= scale.x;

@@ -45,6 +45,10 @@ DEVICE int rope_column(int dim) {
     return dim / 32 * 32 + word / 2 * 16 + 2 * t + 8 * (word % 2) + dim % 2;
 }
 
+DEVICE u32 row_scale_address(u32 shared, int team, int row) {
+    return shared + Shared::ROW_SCALE + (team * ROWS + row) * 4;
+}
+
 // The rows [row_begin, row_begin + ROWS) of a request; every math warp takes its share.
 struct QueryRows {
     static constexpr int WARP_ROWS = (ROWS + MATH_WARPS - 1) / MATH_WARPS;
@@ -88,8 +92,8 @@ struct QueryRows {
                 const int dim = (lane + k * WARP) * CHUNK;
                 if (dim < HEAD_DIM) store_chunk(shared + Shared::QUERY, chunks[i][k], row, dim, scale);
             }
-            if (lane == 0)
-                store_shared(shared + Shared::ROW_SCALE + row * 4, score_scale * power_of_two(-exponent));
+            if (lane < TEAMS)
+                store_shared(row_scale_address(shared, lane, row), score_scale * power_of_two(-exponent));
         }
     }
 

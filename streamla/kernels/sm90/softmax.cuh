@@ -18,11 +18,20 @@ DEVICE u32 team_max_address(u32 shared, int team, int row) {
     return shared + Shared::TEAM_MAX + (team * ROWS + row) * 4;
 }
 DEVICE void reset_max(u32 shared, const Lane& lane) {
-    if (lane.team_thread() < ROWS)
-        store_shared(team_max_address(shared, lane.team, lane.team_thread()), NEG_INF);
+    const int row = forget(static_cast<int>(threadIdx.x)) % TEAM_THREADS;  // not kept from item to item
+    if (row < ROWS) store_shared(team_max_address(shared, lane.team, row), NEG_INF);
 }
 
 using RowValues = float[GROUPS][2];
+
+DEVICE void load_max(RowValues& largest, u32 shared, const Lane& lane) {
+#pragma unroll
+    for (int c = 0; c < GROUPS; c++) {
+        const float2 running = load_shared_f32x2(team_max_address(shared, lane.team, lane.row(c, 0)));
+        largest[c][0] = running.x;
+        largest[c][1] = running.y;
+    }
+}
 
 // What is subtracted in the exponent. -inf means that nothing was seen yet: keep -inf - (-inf) out.
 DEVICE float exponent_base(float largest) { return largest == NEG_INF ? 0.0f : largest; }
@@ -97,12 +106,10 @@ DEVICE void softmax_tile(RowValues& sums, Accumulator& acc, const Scores& scores
                          const Lane& lane) {
     const u32 address = probability_address(shared, position, lane);
     RowValues largest;
+    load_max(largest, shared, lane);
     bool exceeds = false;
 #pragma unroll
     for (int c = 0; c < GROUPS; c++) {
-        const float2 running = load_shared_f32x2(team_max_address(shared, lane.team, lane.row(c, 0)));
-        largest[c][0] = running.x;
-        largest[c][1] = running.y;
 #pragma unroll
         for (int x = 0; x < THREAD_TOKENS; x++) {
             exceeds |= scores[c][x][0] > largest[c][0] + THRESHOLD;
@@ -113,6 +120,7 @@ DEVICE void softmax_tile(RowValues& sums, Accumulator& acc, const Scores& scores
     Scores p;
     if (!exceeds) store_probabilities(p, scores, largest, address);
     if (named_barrier_any(BARRIER_TEAM + lane.team, TEAM_THREADS, exceeds)) {
+        load_max(largest, shared, lane);  // again: not held in registers at the barrier
         raise_max(largest, sums, acc, scores, shared, lane);
         store_probabilities(p, scores, largest, address);
         named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);

@@ -45,9 +45,9 @@ constexpr int TEAM_WARPS = 4 * TEAM_HALVES;
 constexpr int TEAM_THREADS = TEAM_WARPS * WARP;
 constexpr int MATH_WARPS = TEAMS * TEAM_WARPS;
 constexpr int MATH_THREADS = MATH_WARPS * WARP;
-constexpr int THREADS = MATH_THREADS + WARPGROUP;  // one warp of the last warpgroup loads
-constexpr int WRITERS = 2;                         // and its last two write new rows, if STEP
-constexpr int READY_THREADS = MATH_THREADS + WARP + (STEP ? WRITERS * WARP : 0);
+constexpr int THREADS = MATH_THREADS + WARPGROUP;  // of the last warpgroup's warps one loads,
+constexpr int WRITERS = 2;                         // the last two write new rows, if STEP
+constexpr int READY_THREADS = MATH_THREADS + 2 * WARP + (STEP ? WRITERS * WARP : 0);  // and one readies slots
 // 4 * 112 + 32 = 5 * 96 and 2 * 232 + 40 = 3 * 168: what the threads hold at launch.
 constexpr int MATH_REGISTERS = TEAM_HALVES == 2 ? 112 : 232;
 constexpr int LOAD_REGISTERS = TEAM_HALVES == 2 ? 32 : 40;
@@ -59,7 +59,7 @@ constexpr int THREAD_ROWS = 2 * GROUPS;
 // Named barriers.
 constexpr int BARRIER_MATH = 1;
 constexpr int BARRIER_READY = 2;  // mbarriers are initialised
-constexpr int BARRIER_TEAM = 3;   // and those after it
+constexpr int BARRIER_TEAM = 3;   // and the one after it
 
 // Tokens 32 to 63 of a stage lie 32 bytes further than they would: then 16-byte reads of keys and
 // 8-byte reads of values meet no bank conflict in rows of plain 576 bytes. Rows of 656 need no gap.
@@ -89,12 +89,14 @@ struct Shared {
     static constexpr u32 MAX = SCORE + TEAMS * 2 * SCORE_BYTES;    // [team][warp][row]
     static constexpr u32 SUM = MAX + MATH_WARPS * ROWS * 4;        // [team][warp][row]
     static constexpr u32 TEAM_MAX = SUM + MATH_WARPS * ROWS * 4;   // [team][row]
-    static constexpr u32 ROW_SCALE = TEAM_MAX + TEAMS * ROWS * 4;  // [row]
-    static constexpr u32 SCALE_MAX = ROW_SCALE + ROWS * 4;         // [team][warp], of the group scales
+    static constexpr u32 TEAM_SUM = TEAM_MAX + TEAMS * ROWS * 4;   // [team][row]
+    static constexpr u32 ROW_SCALE = TEAM_SUM + TEAMS * ROWS * 4;  // [team][row], the same for both
+    static constexpr u32 SCALE_MAX = ROW_SCALE + TEAMS * ROWS * 4;  // [team][warp], of the group scales
     static constexpr u32 SCALE_LIMIT = SCALE_MAX + (GROUP_SCALES ? MATH_WARPS * 4 : 0);  // [team]
     static constexpr u32 FULL = SCALE_LIMIT + (GROUP_SCALES ? TEAMS * 4 : 0);            // [stage] mbarrier
     static constexpr u32 EMPTY = FULL + STAGES * 8;                // [stage] mbarrier
-    static constexpr u32 TURN = EMPTY + STAGES * 8;                // [stage] mbarrier, if STEP
+    static constexpr u32 EMPTIED = EMPTY + STAGES * 8;             // mbarrier: slots are EMPTY
+    static constexpr u32 TURN = EMPTIED + 8;                       // [stage] mbarrier, if STEP
     static constexpr u32 BYTES = TURN + (STEP ? STAGES * 8 : 0) + 1024;  // 1024: to align the base
 };
 static_assert(Shared::BYTES <= 227 * 1024, "shared memory of one SM");
@@ -108,8 +110,9 @@ struct Lane {
     int g;     // lane / 4
     int t;     // lane % 4
 
-    DEVICE static Lane here() {
-        const int warp = uniform(static_cast<int>(threadIdx.x) / WARP), lane = threadIdx.x % WARP;
+    DEVICE static Lane here() { return of(threadIdx.x); }
+    DEVICE static Lane of(int thread) {
+        const int warp = uniform(thread / WARP), lane = thread % WARP;
         return {warp / TEAM_WARPS, warp % TEAM_WARPS / 4, warp % 4, lane / 4, lane % 4};
     }
     // The same, computed at this point and not kept in registers from long before.
