@@ -21,9 +21,7 @@ from streamla.runtime.offline import (
 )
 
 # Bytes of local memory a thread that a kernel is known to need. They may shrink, never grow.
-SCRATCH_BUDGET = {
-    "sm90/attention": 144, "sm90/attention-step": 144, "sm90/attention-ds-mla": 8,
-}  # fmt: skip
+SCRATCH_BUDGET = {"sm90/attention-step": 8, "sm90/attention-ds-mla": 8}
 
 # In a process of its own: in this one Triton may be an interpreter.
 REPORT = """

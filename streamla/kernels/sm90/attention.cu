@@ -34,8 +34,9 @@ struct Range {
     }
 };
 
-constexpr int VALUE_BUFFERS = 2;                       // units of values in registers, widened
-constexpr int LAST_LOAD = UNITS == 4 ? 0 : UNITS - 3;  // unit at which the last values have been read
+constexpr int VALUE_BUFFERS = 2;          // units of values in registers, widened
+constexpr int AHEAD = ROWS <= 24 ? 2 : 1;  // units of values on their way from shared memory; few registers are left
+constexpr int LAST_LOAD = UNITS == 4 ? 0 : UNITS - 1 - AHEAD;  // unit at which the last values have been read
 
 // Values of one unit; tokens that were not loaded read as 0.
 DEVICE void load_values(RawValues& raw, u32 values, int unit, bool masked, int valid, const Lane& lane) {
@@ -77,14 +78,14 @@ DEVICE void attend_tile(RowValues& sums, Accumulator& acc, const Range& range, i
 
     const u64 probabilities = probability_descriptor(shared, position, lane);
     load_values(raw[2], values, 2, masked, valid, lane);
-    load_values(raw[3], values, 3, masked, valid, lane);
+    if (AHEAD == 2) load_values(raw[3], values, 3, masked, valid, lane);
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
         Values& v = widened[u % VALUE_BUFFERS];
         if (u >= VALUE_BUFFERS) {
             wgmma_wait<VALUE_BUFFERS - 1>();
             v.widen(raw[u]);
-            if (u + 2 < UNITS) load_values(raw[u + 2], values, u + 2, masked, valid, lane);
+            if (u + AHEAD < UNITS) load_values(raw[u + AHEAD], values, u + AHEAD, masked, valid, lane);
         }
         if (u == LAST_LOAD && release) ring.release(position, lane.leads_warp());
         if (masked && SEQLEN_Q > 1) v.clear_nan();
