@@ -20,8 +20,8 @@ struct RangePerGroup {
     }
     DEVICE static void store_words(u32* row, const float (&v)[THREAD_LATENTS], int run, const Lane& lane) {
 #pragma unroll
-        for (int i = 0; i < HALF_GROUPS; i++)
-            store_relaxed(row + first_group_latent(lane, i),
+        for (int i = 0; i < RUN_GROUPS; i++)
+            store_relaxed(row + first_group_latent(lane, run, i),
                           make_uint4(__float_as_uint(v[4 * i]), __float_as_uint(v[4 * i + 1]),
                                      __float_as_uint(v[4 * i + 2]), __float_as_uint(v[4 * i + 3])));
     }
