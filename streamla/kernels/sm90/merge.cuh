@@ -159,6 +159,7 @@ struct Weighted {
                 const i64 row = static_cast<i64>(first + i) * TOTAL_ROWS;
                 const bool exists = first + i < end;
                 lses[i] = exists ? __ldcg(lse + row) : NEG_INF;
+                if (lses[i] == -NEG_INF) lses[i] = NEG_INF;  // how some libraries write an empty row
                 values[i] = exists ? __ldcg(reinterpret_cast<const float4*>(v + row * LATENT))
                                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 new_largest = fmaxf(new_largest, lses[i]);
@@ -169,6 +170,7 @@ struct Weighted {
 #pragma unroll
             for (int i = 0; i < DEPTH; i++) {
                 const float weight = exp2_approx(LOG2_E * (lses[i] - base));
+                if (weight == 0.0f) continue;  // what it holds may be NaN
                 value[0] += weight * values[i].x;
                 value[1] += weight * values[i].y;
                 value[2] += weight * values[i].z;
