@@ -174,22 +174,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         registers_shrink<LOAD_REGISTERS>();
         const Cache cache{kv_cache, page_stride, token_stride, page_table, table_stride};
         const int* program_items = work_indptr + program;
-        if (threadIdx.x < MATH_THREADS + WARP) {
-            if (threadIdx.x == MATH_THREADS) ring.init();
+        if (threadIdx.x < EMPTIER) {
+            if (threadIdx.x == LOADER) ring.init();
             __syncwarp();
-            named_barrier_arrive(BARRIER_READY, READY_THREADS);
+            ring.announce();
             wait_for_previous_grid();
             allow_next_grid();
             load_items(work, program_items, cache, ring);
-        } else if (threadIdx.x < MATH_THREADS + 2 * WARP) {
-            named_barrier(BARRIER_READY, READY_THREADS);
+        } else if (threadIdx.x < FIRST_WRITER) {
+            ring.wait_as_emptier();
             wait_for_previous_grid();
             if (counters)
                 empty_slots({out_partial, lse_partial}, work, program_items, row_begin, counters, ring.shared);
         }
 #if STREAMLA_STEP
         else {
-            named_barrier(BARRIER_READY, READY_THREADS);
+            ring.wait_as_writer();
             wait_for_previous_grid();
             run_writer(tokens, rope, cache, k_scale, work, program_items, ring);
         }
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                             lse_scale,
                             counters != nullptr};
         const Softmaxing how{softmax_scale, k_scale, causal != 0};
-        named_barrier(BARRIER_READY, READY_THREADS);
+        ring.wait_as_math();
         run_math(query, output, how, work, work_indptr + program, row_begin, rope, ring);
     }
 }

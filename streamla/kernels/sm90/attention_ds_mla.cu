@@ -147,15 +147,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<LOAD_REGISTERS>();
         const int* program_items = work_indptr + program;
-        if (threadIdx.x < MATH_THREADS + WARP) {
-            if (threadIdx.x == MATH_THREADS) ring.init();
+        if (threadIdx.x < EMPTIER) {
+            if (threadIdx.x == LOADER) ring.init();
             __syncwarp();
-            named_barrier_arrive(BARRIER_READY, READY_THREADS);
+            ring.announce();
             wait_for_previous_grid();
             allow_next_grid();
             load_items(work, program_items, {kv_cache, page_stride, token_stride, page_table, table_stride}, ring);
-        } else if (threadIdx.x < READY_THREADS) {
-            named_barrier(BARRIER_READY, READY_THREADS);
+        } else if (threadIdx.x < FIRST_WRITER) {
+            ring.wait_as_emptier();
             wait_for_previous_grid();
             if (counters)
                 empty_slots({out_partial, lse_partial}, work, program_items, row_begin, counters, ring.shared);
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                             out_aligned != 0,
                             lse_scale,
                             counters != nullptr};
-        named_barrier(BARRIER_READY, READY_THREADS);
+        ring.wait_as_math();
         run_math(query, output, softmax_scale * LOG2_E, causal != 0, work, work_indptr + program, row_begin,
                  ring);
     }

@@ -54,6 +54,16 @@ struct Ring {
         mbarrier_init(shared + Shared::EMPTIED, 1);
         fence_mbarrier_init();
     }
+    // By the loading warp: from now on the mbarriers may be used. A barrier for each kind of warp: who waits at one
+    // must do so at one instruction.
+    DEVICE void announce() const {
+        named_barrier_arrive(BARRIER_READY, MATH_THREADS + WARP);
+        named_barrier_arrive(BARRIER_EMPTIER_READY, 2 * WARP);
+        if (STEP) named_barrier_arrive(BARRIER_WRITERS_READY, (WRITERS + 1) * WARP);
+    }
+    DEVICE static void wait_as_math() { named_barrier(BARRIER_READY, MATH_THREADS + WARP); }
+    DEVICE static void wait_as_emptier() { named_barrier(BARRIER_EMPTIER_READY, 2 * WARP); }
+    DEVICE static void wait_as_writer() { named_barrier(BARRIER_WRITERS_READY, (WRITERS + 1) * WARP); }
 };
 
 // Expects `bytes` in the stage, which is free; if it gets new rows, its writers take their turn.

@@ -45,9 +45,10 @@ constexpr int TEAM_WARPS = 4 * TEAM_HALVES;
 constexpr int TEAM_THREADS = TEAM_WARPS * WARP;
 constexpr int MATH_WARPS = TEAMS * TEAM_WARPS;
 constexpr int MATH_THREADS = MATH_WARPS * WARP;
-constexpr int THREADS = MATH_THREADS + WARPGROUP;  // of the last warpgroup's warps one loads,
-constexpr int WRITERS = 2;                         // the last two write new rows, if STEP
-constexpr int READY_THREADS = MATH_THREADS + 2 * WARP + (STEP ? WRITERS * WARP : 0);  // and one readies slots
+constexpr int THREADS = MATH_THREADS + WARPGROUP;
+// Of the last warpgroup's warps the first loads, the second empties slots and, if STEP, the others write new rows.
+constexpr int LOADER = MATH_THREADS, EMPTIER = LOADER + WARP, FIRST_WRITER = EMPTIER + WARP;
+constexpr int WRITERS = 2;
 // 4 * 112 + 32 = 5 * 96 and 2 * 232 + 40 = 3 * 168: what the threads hold at launch.
 constexpr int MATH_REGISTERS = TEAM_HALVES == 2 ? 112 : 232;
 constexpr int LOAD_REGISTERS = TEAM_HALVES == 2 ? 32 : 40;
@@ -59,7 +60,8 @@ constexpr int THREAD_ROWS = 2 * GROUPS;
 // Named barriers.
 constexpr int BARRIER_MATH = 1;
 constexpr int BARRIER_READY = 2;  // mbarriers are initialised
-constexpr int BARRIER_TEAM = 3;   // and the one after it
+constexpr int BARRIER_EMPTIER_READY = 5, BARRIER_WRITERS_READY = 6;
+constexpr int BARRIER_TEAM = 3;  // and the one after it
 
 // Tokens 32 to 63 of a stage lie 32 bytes further than they would: then 16-byte reads of keys and
 // 8-byte reads of values meet no bank conflict in rows of plain 576 bytes. Rows of 656 need no gap.
