@@ -27,9 +27,10 @@ struct Weighted {
         sum *= scale;
         largest = new_largest;
     }
-    // `v` of weight 2^weight: no more than the largest so far.
+    // `v` of weight 2^weight: no more than the largest so far. Without a weight it may hold NaN.
     DEVICE void add(const float4& v, float weight) {
         const float scale = exp2_approx(weight - exponent_base(largest));
+        if (scale == 0.0f) return;
         value[0] += scale * v.x;
         value[1] += scale * v.y;
         value[2] += scale * v.z;
@@ -46,6 +47,7 @@ struct Weighted {
                 const i64 partial = output.partial_row(first + i * stride, row);
                 const bool exists = first + i * stride < end;
                 weights[i] = exists ? LOG2_E * __ldcg(output.lse_partial + partial) : NEG_INF;
+                if (weights[i] == -NEG_INF) weights[i] = NEG_INF;  // how some libraries write an empty row
                 values[i] = exists ? __ldcg(reinterpret_cast<const float4*>(output.out_partial +
                                                                             partial * LATENT + latent))
                                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);

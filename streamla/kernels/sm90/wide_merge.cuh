@@ -19,11 +19,12 @@ struct MergeScratch {
 };
 
 // The log mass of every partial (a request has at most one a program, and at most MERGE_THREADS) to weights relative to
-// 2^(log2 e * base). A partial that saw nothing has log mass -inf, and zeros.
+// 2^(log2 e * base). A partial that saw nothing has log mass -inf, or +inf as some libraries write it.
 DEVICE void weigh(
     const float* lse_partial, i64 first, int num_partials, float& base, float& mass, MergeScratch& scratch) {
     const int own = threadIdx.x, warp = own / WARP, lane = own % WARP;
-    const float log_mass = own < num_partials ? lse_partial[first + static_cast<i64>(own) * ROWS] : NEG_INF;
+    float log_mass = own < num_partials ? lse_partial[first + static_cast<i64>(own) * ROWS] : NEG_INF;
+    if (log_mass == -NEG_INF) log_mass = NEG_INF;
     float top = log_mass;
 #pragma unroll
     for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, step));
@@ -45,7 +46,9 @@ DEVICE void weigh(
     for (int w = 0; w < MERGE_WARPS; ++w) mass += scratch.warp_mass[w];
 }
 
+// Without a weight, what a partial holds may be NaN.
 DEVICE void add_weighted(float4& total, float weight, const float4& v) {
+    if (weight == 0.f) return;
     total.x = fmaf(weight, v.x, total.x);
     total.y = fmaf(weight, v.y, total.y);
     total.z = fmaf(weight, v.z, total.z);
