@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from streamla.cli import console
 
@@ -34,6 +35,8 @@ def verify(
 
         def step(done: int, total: int, result: Result) -> None:
             bar.update(bar.tasks[0].id, total=total, completed=done, description=result.name)
+            if result.status == "failed":  # at once: the rest may take minutes
+                bar.print(f"[red]{result.name} failed[/]: {escape(result.detail)}", highlight=False)
 
         results = run_cases(impl, device, progress=step, seed=seed, only=only)
 
