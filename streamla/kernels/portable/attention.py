@@ -36,16 +36,17 @@ def num_row_tiles(spec: MLASpec) -> int:
 
 
 def tile_tokens(spec: MLASpec, target: str) -> int:
-    """Tokens a tile: what the registers bear without a spill. Masked rows, group scales, decoding by hand
-    and a causal tile all need some."""
+    """Tokens a tile: what the registers bear without a spill. Masked rows, group scales and decoding by hand
+    need some. The page size has no say, so that bits do not depend on it."""
     if target == "cpu":
         return 64
-    if target == "gfx942":
+    # Larger causal tiles came out wrong on an H200 (Triton 3.6.0).
+    if target == "gfx942" or spec.seqlen_q > 1:
         return 16
     is_plain = spec.kv_format is KVFormat.BF16 or (
-        spec.kv_format is KVFormat.FP8_E4M3FN and spec.rows == BLOCK_R and spec.page_size > 1
+        spec.kv_format is KVFormat.FP8_E4M3FN and spec.rows == BLOCK_R
     )
-    return 64 if is_plain and spec.seqlen_q == 1 else 32
+    return 64 if is_plain else 32
 
 
 def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
@@ -259,8 +260,10 @@ def compile_options(spec: MLASpec, target: str, interpreted: bool) -> dict:
     """The constants of the attention kernel: everything that the compiled code depends on."""
     # A bf16 product holds the query and any fp8 value exactly. Triton's interpreter miscomputes those.
     dtype = tl.float32 if interpreted else tl.bfloat16
-    # On gfx942 the whole query and the keys of a tile would spill; a group scale belongs to one piece.
+    # On gfx942 the whole query and the keys of a tile would spill, and so they would beside causal masks;
+    # a group scale belongs to one piece.
     pieces = target == "gfx942" or spec.kv_format is KVFormat.FP8_DS_MLA
+    pieces |= spec.seqlen_q > 1 and not interpreted
     return {
         "NUM_HEADS": spec.num_heads,
         "SEQLEN_Q": spec.seqlen_q,
@@ -274,7 +277,7 @@ def compile_options(spec: MLASpec, target: str, interpreted: bool) -> dict:
         "CHUNK": min(DS_MLA_GROUP, spec.kv_lora_rank) if pieces else spec.kv_lora_rank,
         "DTYPE": dtype,
         "num_warps": 8,
-        "num_stages": 1 if target == "gfx942" else 2,
+        "num_stages": 1 if target == "gfx942" or spec.page_size == 1 else 2,
     }
 
 
