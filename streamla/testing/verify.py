@@ -23,6 +23,7 @@ from streamla.testing.epilogue import EPILOGUE
 from streamla.testing.epilogue_build import EpilogueCase
 from streamla.testing.interpreter import is_interpreted, repair
 from streamla.testing.invariants import INVARIANTS
+from streamla.testing.overlap import OVERLAP
 from streamla.testing.step import STEP
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -60,7 +61,7 @@ def verify(
     seed: int = 0,
     only: str | None = None,
 ) -> list[Result]:
-    """Run `cases`, then the checks of `invariants.py`, of `epilogue.py` and of `step.py`.
+    """Run `cases`, then the checks of `invariants.py`, `epilogue.py`, `step.py` and `overlap.py`.
 
     Args:
         impl: an implementation's name; with "auto" each case runs what would be chosen for it.
@@ -71,13 +72,12 @@ def verify(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
+    invariants = [*INVARIANTS, *EPILOGUE, *STEP, *OVERLAP]
     # Triton's interpreter needs its float conversions put right, and small widths.
     if impl == "portable" and is_interpreted(device):
         repair()
         cases = [case.narrow() for case in cases]
-        invariants = [replace(i, case=i.case.narrow()) for i in (*INVARIANTS, *EPILOGUE, *STEP)]
-    else:
-        invariants = [*INVARIANTS, *EPILOGUE, *STEP]
+        invariants = [replace(i, case=i.case.narrow()) for i in invariants]
     jobs: list[tuple[str, str, Case, Callable[[], Deviation]]] = [
         (case.name, case.reason, case, partial(check_case, case, impl, device, seed))
         for case in cases
