@@ -13,7 +13,7 @@ def faulty(change):
     """An epilogue that is given changed arguments; `change` may also act on the result."""
     names = (
         "q_nope", "q_pe", "kv_c", "k_pe", "kv_cache", "slot_mapping", "q_out", "spec", "positions",
-        "cos_sin", "rope", "q_scale", "k_scale", "q_format", "reserved_slot",
+        "cos_sin", "rope", "q_scale", "k_scale", "q_format", "reserved_slot", "inputs_ready",
     )  # fmt: skip
     right = reference.epilogue
 
