@@ -3,6 +3,7 @@
 import pytest
 
 from streamla.kernels.sm90 import narrow, wide
+from streamla.kernels.sm90.launch import rows_of_program
 from streamla.runtime.facts import KernelFacts
 from streamla.runtime.offline import compile_variant, find_variants
 from streamla.spec import KVFormat, MLASpec
@@ -70,7 +71,13 @@ def test_shared_memory_fits_one_program(rows):
 
 
 def test_row_tiles_are_few_and_then_narrow():
-    assert [narrow.rows_of_program(rows) for rows in (1, 12, 40, 64, 72)] == [8, 16, 24, 32, 24]
+    assert [rows_of_program(rows, narrow.ROW_STEPS) for rows in (1, 12, 40, 64, 72)] == [
+        8,
+        16,
+        24,
+        32,
+        24,
+    ]
 
 
 @pytest.mark.parametrize(

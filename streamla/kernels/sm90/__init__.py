@@ -84,8 +84,9 @@ def attention(
     causal: bool,
     lse_scale: float,
 ) -> None:
-    _kernels(plan.spec).attention(
-        q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale
+    _kernels(plan.spec).attend(
+        q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale,
+        merges=False,
     )  # fmt: skip
 
 
@@ -106,8 +107,9 @@ def decode(
     causal: bool,
     lse_scale: float,
 ) -> None:
-    _kernels(plan.spec).decode(
-        q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale
+    _kernels(plan.spec).attend(
+        q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale,
+        merges=True,
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def merge_kernel(variant: Variant) -> Kernel:
     return Kernel(variant.cubin, "mla_merge_bf16", MERGE_PARAMS, threads=MERGE_THREADS)
 
 
-def attention(
+def attend(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -116,35 +116,10 @@ def attention(
     softmax_scale: float,
     causal: bool,
     lse_scale: float,
+    *,
+    merges: bool,
 ) -> None:
-    """Finish requests that were not split; leave partials of the others."""
-    _launch(
-        q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, False
-    )
-
-
-def decode(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    page_table: torch.Tensor,
-    plan: DecodePlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    lse_scale: float,
-) -> None:
-    """Attention and merge in one launch."""
-    _launch(
-        q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, True
-    )
-
-
-def _launch(
-    q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges
-) -> None:  # fmt: skip
+    """Attention, and the merge in the same launch if it `merges`; else partials of split requests are left."""
     variant = Variant.of(plan.spec)
     address, page_stride, token_stride = view = cache_view(kv_cache)
     pages = kv_cache.shape[0]

@@ -21,6 +21,7 @@ from streamla.kernels.sm90.launch import (
     cache_view,
     launch_attention,
     launch_merge,
+    rows_of_program,
 )
 from streamla.plan import CostModel, DecodePlan
 from streamla.runtime.driver import I64, PTR, Kernel
@@ -71,10 +72,8 @@ class Variant:
 
     @property
     def rows(self) -> int:
-        """Query rows a program holds: as few row tiles as hold all rows, and those as narrow as they may be."""
-        rows = self.num_heads * self.seqlen_q
-        tiles = -(-rows // ROW_STEPS[-1])
-        return next(step for step in ROW_STEPS if step * tiles >= rows)
+        """Query rows a program holds."""
+        return rows_of_program(self.num_heads * self.seqlen_q, ROW_STEPS)
 
     @property
     def row_tiles(self) -> int:
@@ -129,7 +128,7 @@ def merge_kernel(variant: Variant) -> Kernel:
     return Kernel(variant.cubin, "mla_merge_ds_mla", MERGE_PARAMS, threads=MERGE_THREADS)
 
 
-def attention(
+def attend(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -141,35 +140,10 @@ def attention(
     softmax_scale: float,
     causal: bool,
     lse_scale: float,
+    *,
+    merges: bool,
 ) -> None:
-    """Finish requests that were not split; leave partials of the others."""
-    _launch(
-        q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, False
-    )
-
-
-def decode(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    page_table: torch.Tensor,
-    plan: DecodePlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    lse_scale: float,
-) -> None:
-    """Attention and merge in one launch."""
-    _launch(
-        q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, True
-    )
-
-
-def _launch(
-    q_nope, q_pe, kv_cache, page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges
-) -> None:  # fmt: skip
+    """Attention, and the merge in the same launch if it `merges`; else partials of split requests are left."""
     cache = cache_view(kv_cache)
     variant = Variant.of(plan.spec, cache[2] == plan.spec.row_bytes)
     launch_attention(

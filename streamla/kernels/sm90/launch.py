@@ -91,6 +91,12 @@ def step_arguments(new: NewTokens, kv_cache: torch.Tensor, plan: DecodePlan) -> 
     )  # fmt: skip
 
 
+def rows_of_program(rows: int, steps: tuple[int, ...]) -> int:
+    """Rows of a program's tile, one of `steps`: as few tiles as hold all rows, and those as narrow as they may be."""
+    tiles = -(-rows // steps[-1])
+    return next(step for step in steps if step * tiles >= rows)
+
+
 def _view(t: torch.Tensor) -> tuple[int, ...]:
     return t.data_ptr(), *t.stride()[:3]
 

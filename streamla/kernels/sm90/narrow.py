@@ -19,6 +19,7 @@ from streamla.kernels.sm90.launch import (
     cache_view,
     launch_attention,
     launch_merge,
+    rows_of_program,
     step_arguments,
 )
 from streamla.plan import CostModel, DecodePlan
@@ -60,7 +61,12 @@ class Variant:
         """The variant for a cache whose tokens follow each other in a page without a gap, or with."""
         run = math.gcd(spec.page_size, HALF_TILE) if contiguous_tokens else 1
         return Variant(
-            spec.num_heads, spec.seqlen_q, spec.page_size, rows_of_program(spec.rows), run, step
+            spec.num_heads,
+            spec.seqlen_q,
+            spec.page_size,
+            rows_of_program(spec.rows, ROW_STEPS),
+            run,
+            step,
         )
 
     @property
@@ -103,12 +109,6 @@ class Variant:
         return compile_cuda(SOURCE, defines=self.defines)
 
 
-def rows_of_program(rows: int) -> int:
-    """Rows of a program's tile: as few tiles as hold all rows, and those as narrow as they may be."""
-    tiles = -(-rows // ROW_STEPS[-1])
-    return next(step for step in ROW_STEPS if step * tiles >= rows)
-
-
 def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
     return CostModel(
         tile_n=TILE_N, num_programs=arch.units // Variant.of(spec).row_tiles, overhead_tiles=1
@@ -133,7 +133,7 @@ def merge_kernel(variant: Variant) -> Kernel:
     return Kernel(variant.cubin, "mla_merge", MERGE_PARAMS, threads=LATENT // 4)
 
 
-def attention(
+def attend(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -145,29 +145,17 @@ def attention(
     softmax_scale: float,
     causal: bool,
     lse_scale: float,
+    *,
+    merges: bool,
+    step: tuple[int, ...] = (),
 ) -> None:
-    """Finish requests that were not split; leave partials of the others."""
-    _launch(
-        q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale, False
-    )  # fmt: skip
-
-
-def decode(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    page_table: torch.Tensor,
-    plan: DecodePlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    lse_scale: float,
-) -> None:
-    """Attention and merge in one launch."""
-    _launch(
-        q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale, True
+    """Attention, and the merge in the same launch if it `merges`; else partials of split requests are left."""
+    cache = cache_view(kv_cache)
+    variant = Variant.of(plan.spec, cache[2] == plan.spec.row_bytes, bool(step))
+    launch_attention(
+        attention_kernel(variant), plan.cost.num_programs * variant.row_tiles, q_nope, q_pe,
+        (*cache, 0 if k_scale is None else k_scale.data_ptr()),
+        page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges, step,
     )  # fmt: skip
 
 
@@ -187,22 +175,9 @@ def decode_step(
 ) -> None:
     """Epilogue, attention and merge in one launch."""
     rows = (plan.batch, plan.spec.seqlen_q)
-    _launch(
+    attend(
         q_nope.unflatten(0, rows), q_pe.unflatten(0, rows), kv_cache, k_scale, page_table, plan, out, lse,
-        softmax_scale, causal, lse_scale, True, step_arguments(new, kv_cache, plan),
-    )  # fmt: skip
-
-
-def _launch(
-    q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges,
-    step=(),
-) -> None:  # fmt: skip
-    cache = cache_view(kv_cache)
-    variant = Variant.of(plan.spec, cache[2] == plan.spec.row_bytes, bool(step))
-    launch_attention(
-        attention_kernel(variant), plan.cost.num_programs * variant.row_tiles, q_nope, q_pe,
-        (*cache, 0 if k_scale is None else k_scale.data_ptr()),
-        page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges, step,
+        softmax_scale, causal, lse_scale, merges=True, step=step_arguments(new, kv_cache, plan),
     )  # fmt: skip
 
 

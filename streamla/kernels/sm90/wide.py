@@ -98,7 +98,7 @@ def rows_aligned(kv_cache: torch.Tensor) -> bool:
     return not any(n % 16 for n in (kv_cache.data_ptr(), *offsets))
 
 
-def attention(
+def attend(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -110,8 +110,10 @@ def attention(
     softmax_scale: float,
     causal: bool,
     lse_scale: float,
+    *,
+    merges: bool,
 ) -> None:
-    """Run the plan's items: final rows of `out` and `lse`, or partial slots of split requests."""
+    """Attention and, if it `merges`, the merge, which starts while the last programs of attention finish."""
     spec = plan.spec
     attention_kernel(spec, rows_aligned(kv_cache)).launch(
         plan.cost.num_programs * num_row_tiles(spec),
@@ -127,6 +129,8 @@ def attention(
         softmax_scale / math.log(2.0), lse_scale, int(causal),
         device=out.device.index,
     )  # fmt: skip
+    if merges:
+        merge(plan, out, lse, lse_scale)
 
 
 def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
@@ -141,26 +145,6 @@ def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: flo
         plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(), lse_scale,
         device=out.device.index,
     )  # fmt: skip
-
-
-def decode(
-    q_nope: torch.Tensor,
-    q_pe: torch.Tensor,
-    kv_cache: torch.Tensor,
-    k_scale: torch.Tensor | None,
-    page_table: torch.Tensor,
-    plan: DecodePlan,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    lse_scale: float,
-) -> None:
-    """Attention, then the merge, which starts while the last programs of attention finish."""
-    attention(
-        q_nope, q_pe, kv_cache, k_scale, page_table, plan, out, lse, softmax_scale, causal, lse_scale
-    )  # fmt: skip
-    merge(plan, out, lse, lse_scale)
 
 
 def warmup(spec: MLASpec) -> None:
