@@ -20,20 +20,6 @@ struct Softmaxing {
     DEVICE float score_scale() const { return softmax_scale * LOG2_E * value_scale(); }
 };
 
-// Where an item ends, and how far the first query of its request sees.
-struct Range {
-    int end, first_visible_end;
-
-    DEVICE static Range of(const Item& item, bool causal) {
-        return {item.end, causal ? item.seqlen - SEQLEN_Q + 1 : item.seqlen};
-    }
-    // First token that a row does not see.
-    DEVICE int visible_end(int row) const {
-        if (SEQLEN_Q == 1) return end;
-        return min(end, first_visible_end + row / NUM_HEADS);
-    }
-};
-
 constexpr int VALUE_BUFFERS = 2;          // units of values in registers, widened
 constexpr int AHEAD = ROWS <= 24 ? 2 : 1;  // units of values on their way from shared memory; few registers are left
 constexpr int LAST_LOAD = UNITS == 4 ? 0 : UNITS - 1 - AHEAD;  // unit at which the last values have been read
@@ -217,14 +203,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// Grid (TOTAL_ROWS, batch), LATENT / 4 threads. A request that was not split is final already.
+// The merge in a launch of its own.
 extern "C" __global__ void __launch_bounds__(LATENT / 4)
     mla_merge(const int* split_indptr, u16* out, i64 out_batch, i64 out_query, i64 out_head,
               int out_aligned, float* lse, i64 lse_batch, i64 lse_query, i64 lse_head,
               const float* out_partial, const float* lse_partial, float lse_scale) {
-    const int row = blockIdx.x, request = blockIdx.y, latent = threadIdx.x * 4;
-    const int begin = __ldg(split_indptr + request), end = __ldg(split_indptr + request + 1);
-    if (begin == end) return;
     const Output output{out,
                         lse,
                         {out_batch, out_query, out_head},
@@ -234,7 +217,5 @@ extern "C" __global__ void __launch_bounds__(LATENT / 4)
                         out_aligned != 0,
                         lse_scale,
                         false};
-    Weighted w;
-    w.add_partials(out_partial + static_cast<i64>(row) * LATENT + latent, lse_partial + row, begin, end);
-    w.store(output, request, row, latent);
+    merge_row(output, split_indptr, out_partial, lse_partial);
 }

@@ -11,20 +11,6 @@
 
 namespace streamla {
 
-// The tokens of an item, and how far the first query of its request sees.
-struct Range {
-    int begin, end, first_visible_end;
-
-    DEVICE static Range of(const Item& item, bool causal) {
-        return {item.begin, item.end, causal ? item.seqlen - SEQLEN_Q + 1 : item.seqlen};
-    }
-    // First token that a row does not see.
-    DEVICE int visible_end(int row) const {
-        if (SEQLEN_Q == 1) return end;
-        return min(end, first_visible_end + row / NUM_HEADS);
-    }
-};
-
 constexpr int VALUE_BUFFERS = 2;                       // units of values in registers, widened
 constexpr int LAST_LOAD = UNITS == 4 ? 0 : UNITS - 3;  // unit at which the last values have been read
 
@@ -110,9 +96,10 @@ DEVICE void run_math(const Query& query, const Output& output, float score_scale
         for (int c = 0; c < GROUPS; c++) sums[c][0] = sums[c][1] = 0.0f;
 
         const Range range = Range::of(item, causal);
+        const int begin = item.begin;
         const int skip = (lane.team - position % TEAMS + TEAMS) % TEAMS, end = position + item.num_tiles();
         for (int tile = position + skip; tile < end; tile += TEAMS)
-            attend_tile(sums, acc, range, range.begin + (tile - position) * TILE_N, row_begin, ring, tile,
+            attend_tile(sums, acc, range, begin + (tile - position) * TILE_N, row_begin, ring, tile,
                         tile + TEAMS < end, lane);
         if (output.merges) wait_until_emptied(shared);
         finish_item<RangePerGroup>(sums, acc, output, Item::load(work, index), row_begin, ring, end, 1.0f);
@@ -183,14 +170,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
 }
 
-// Grid (TOTAL_ROWS, batch), LATENT / 4 threads. A request that was not split is final already.
+// The merge in a launch of its own.
 extern "C" __global__ void __launch_bounds__(LATENT / 4)
     mla_merge_ds_mla(const int* split_indptr, u16* out, i64 out_batch, i64 out_query, i64 out_head,
                      int out_aligned, float* lse, i64 lse_batch, i64 lse_query, i64 lse_head,
                      const float* out_partial, const float* lse_partial, float lse_scale) {
-    const int row = blockIdx.x, request = blockIdx.y, latent = threadIdx.x * 4;
-    const int begin = __ldg(split_indptr + request), end = __ldg(split_indptr + request + 1);
-    if (begin == end) return;
     const Output output{out,
                         lse,
                         {out_batch, out_query, out_head},
@@ -200,7 +184,5 @@ extern "C" __global__ void __launch_bounds__(LATENT / 4)
                         out_aligned != 0,
                         lse_scale,
                         false};
-    Weighted w;
-    w.add_partials(out_partial + static_cast<i64>(row) * LATENT + latent, lse_partial + row, begin, end);
-    w.store(output, request, row, latent);
+    merge_row(output, split_indptr, out_partial, lse_partial);
 }

@@ -203,4 +203,16 @@ struct Weighted {
     }
 };
 
+// A row of a request, in a launch of its own: grid (TOTAL_ROWS, batch), LATENT / 4 threads. A request that was not
+// split is final already.
+DEVICE void merge_row(const Output& output, const int* split_indptr, const float* out_partial,
+                      const float* lse_partial) {
+    const int row = blockIdx.x, request = blockIdx.y, latent = threadIdx.x * 4;
+    const int begin = __ldg(split_indptr + request), end = __ldg(split_indptr + request + 1);
+    if (begin == end) return;
+    Weighted w;
+    w.add_partials(out_partial + static_cast<i64>(row) * LATENT + latent, lse_partial + row, begin, end);
+    w.store(output, request, row, latent);
+}
+
 }  // namespace streamla

@@ -169,6 +169,20 @@ struct Item {
     DEVICE int num_splits() const { return split_end - split_begin; }
 };
 
+// Where an item ends, and how far the first query of its request sees.
+struct Range {
+    int end, first_visible_end;
+
+    DEVICE static Range of(const Item& item, bool causal) {
+        return {item.end, causal ? item.seqlen - SEQLEN_Q + 1 : item.seqlen};
+    }
+    // First token that a row does not see.
+    DEVICE int visible_end(int row) const {
+        if (SEQLEN_Q == 1) return end;
+        return min(end, first_visible_end + row / NUM_HEADS);
+    }
+};
+
 // A (batch, seqlen_q, num_heads, x) tensor: strides in elements, x contiguous.
 struct Strides {
     i64 batch, query, head;
