@@ -185,6 +185,13 @@ def _queries() -> Iterator[Case]:
         "causal-split", "a causal query may see nothing of the last split", (513, 449), seqlen_q=4,
         num_heads=4, kv_format="bf16",
     )  # fmt: skip
+    for rank in (32, 64):
+        yield Case(
+            f"causal-2-small-widths-{rank}",
+            "a compiler that overlaps the loads of tiles may mix them up beside causal products",
+            (200, 33, 17, 2), seqlen_q=2, num_heads=4, kv_format="bf16", page_size=16,
+            kv_lora_rank=rank, qk_rope_head_dim=16,
+        )  # fmt: skip
     yield Case(
         "more-query-rows-than-requests", "batch * seqlen_q rows and a table of batch rows",
         tuple(1 + (7 * b) % 40 for b in range(20)), seqlen_q=3, num_heads=8,
