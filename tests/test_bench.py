@@ -1,6 +1,10 @@
 """The benchmark measures what it says: its inputs, its floor, and no time for a wrong answer."""
 
+import gc
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -266,6 +270,22 @@ def test_same_work_spread_compares_equal_bytes_only(measured):
 def test_median_and_quartiles():
     times = timing.summary([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (times.us, times.us_p25, times.us_p75, times.repeats) == (3.0, 2.0, 4.0, 5)
+
+
+def test_a_graph_keeps_the_tensors_of_its_calls(monkeypatch):
+    """A replay writes to the addresses of the capture: nothing else may have been put there."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    target = torch.zeros(4)
+    written = weakref.ref(target)
+    graph = timing.capture([partial(target.fill_, 1.0)])
+    del target
+    gc.collect()
+    assert written() is not None
+    assert written()[0] == 1.0
+    del graph
+    gc.collect()
+    assert written() is None
 
 
 def test_drift_is_a_warning():

@@ -284,11 +284,11 @@ class FakeGraph:
     """Stands in for a CUDA graph: it runs its calls as they were captured."""
 
     def __init__(self, calls):
-        self.sequence, self.calls = calls, len(calls)
+        self.calls = calls
         self.replay()
 
     def replay(self):
-        for call in self.sequence:
+        for call in self.calls:
             call()
 
 

@@ -42,10 +42,13 @@ class Times:
 
 @dataclass(frozen=True)
 class Graph:
-    """A CUDA graph and how many calls a replay of it makes."""
+    """A CUDA graph and the calls that a replay of it makes.
+
+    It keeps the calls, and so the tensors they hold: the graph itself has only their addresses.
+    """
 
     cuda_graph: torch.cuda.CUDAGraph
-    calls: int
+    calls: tuple[Callable[[], None], ...]
 
     def replay(self) -> None:
         self.cuda_graph.replay()
@@ -82,18 +85,18 @@ def time_replays(graphs: Mapping[str, Graph], repeats: int | None = None) -> dic
         counts[name] = min(repeats, fitting)
     samples = _queue_replays(graphs, counts)
     return {
-        name: summary([ms * 1e3 / graphs[name].calls for ms in milliseconds])
+        name: summary([ms * 1e3 / len(graphs[name].calls) for ms in milliseconds])
         for name, milliseconds in samples.items()
     }
 
 
 def capture(calls: Sequence[Callable[[], None]]) -> Graph:
     """Calls as one graph; each has run once already."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
+    graph = Graph(torch.cuda.CUDAGraph(), tuple(calls))
+    with torch.cuda.graph(graph.cuda_graph):
+        for call in graph.calls:
             call()
-    return Graph(graph, len(calls))
+    return graph
 
 
 def _queue_replays(
@@ -175,7 +178,7 @@ def joules(graph: Graph, us: float, device: torch.device) -> float | None:
     Args:
         us: time of a call, from which the number of replays follows.
     """
-    replays = int(ENERGY_SECONDS * 1e6 / (us * graph.calls)) + 1
+    replays = int(ENERGY_SECONDS * 1e6 / (us * len(graph.calls))) + 1
     readings = []
     for count in (
         replays // 4,
@@ -188,7 +191,7 @@ def joules(graph: Graph, us: float, device: torch.device) -> float | None:
     before, after = readings
     if before is None or after is None or after <= before:
         return None
-    return (after - before) / 1e3 / (replays * graph.calls)
+    return (after - before) / 1e3 / (replays * len(graph.calls))
 
 
 def _millijoules(nvml: Any, handle: Any) -> int:
