@@ -3,16 +3,17 @@
 A plan is data with documented invariants. Kernels state their cost (`CostModel`); the planner knows
 no kernel. The device planners are `kernels/*/plan.py`; `plan_reference` here is their oracle.
 
-The tiles of all requests are laid end to end. Request b occupies `overhead_tiles` units (what starting
-it costs a program) and then one unit a tile; an empty request occupies one unit, since its zeros
-must be written by somebody. The line of U units is cut into equal shares, one a program, wherever the
-cuts fall: program p takes the tiles in units [p * U // P, (p + 1) * U // P). A request inside one
-share is finished by its program; one that a cut crosses is *split*: each piece fills one partial slot
-and the merge finishes it.
+The tiles of all requests are laid end to end. A request occupies one unit a tile; an empty request
+occupies one unit, since its zeros must be written by somebody. Between two requests lie
+`overhead_tiles` units: what going on from one to the next costs a program. The line of U units is cut
+into equal shares, one a program, wherever the cuts fall: program p takes the tiles in units
+[p * U // P, (p + 1) * U // P). A request inside one share is finished by its program; one that a cut
+crosses is *split*: each piece fills one partial slot and the merge finishes it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +35,9 @@ class CostModel:
     Attributes:
         tile_n: tokens a program takes in one step.
         num_programs: programs that run at once (the grid the kernel is launched on).
-        overhead_tiles: what starting an item costs a program, in tiles.
-        min_split_tiles: fewer tiles than this (and their overhead) are not worth a program.
+        overhead_tiles: what going on from one request to the next costs a program, in tiles.
+        min_split_tiles: fewer units than this are not worth a program, nor fewer tiles a split of a
+            batch-invariant plan.
         max_splits: most splits of one request in a batch-invariant plan.
     """
 
@@ -216,29 +218,33 @@ Share = list[tuple[int, int, int]]
 
 def _cut_evenly(tiles: list[int], cost: CostModel) -> list[Share]:
     """Equal shares of the line of units, wherever the cuts fall."""
-    total = sum(tiles) + cost.overhead_tiles * len(tiles)
+    total = total_units(tiles, cost)
     programs = active_programs(total, cost)
     shares: list[Share] = []
-    request, start = 0, 0  # the first request not finished, and the unit it starts at
+    request, first = 0, 0  # the first request not finished, and the unit of its first tile
     for p in range(programs):
         lo, hi = p * total // programs, (p + 1) * total // programs
         share: Share = []
         while request < len(tiles):
-            first = start + cost.overhead_tiles
             begin, end = max(0, lo - first), min(tiles[request], hi - first)
             if begin < end:
                 share.append((request, begin, end))
             if end < tiles[request]:
                 break
-            start = first + tiles[request]
+            first += tiles[request] + cost.overhead_tiles
             request += 1
         shares.append(share)
     return shares
 
 
-def active_programs(total_units: int, cost: CostModel) -> int:
-    """Programs that get a share: small work is not spread thinner than `min_split_tiles`."""
-    worth = total_units // (cost.min_split_tiles + cost.overhead_tiles)
+def total_units(tiles: Sequence[int], cost: CostModel) -> int:
+    """Length of the line of requests of `tiles`, each at least one."""
+    return sum(tiles) + cost.overhead_tiles * max(0, len(tiles) - 1)
+
+
+def active_programs(units: int, cost: CostModel) -> int:
+    """Programs that get a share of a line: `min_split_tiles` each, and a unit for every cut."""
+    worth = (units + 1) // (cost.min_split_tiles + 1)
     return max(1, min(cost.num_programs, worth))
 
 

@@ -20,6 +20,7 @@ from streamla.plan import (
     num_items_capacity,
     num_slots_capacity,
     plan_reference,
+    total_units,
 )
 from streamla.select import IMPLS
 from streamla.spec import MLASpec
@@ -112,21 +113,20 @@ def test_every_token_belongs_to_one_item(lengths, cost, batch_invariant):
 
 @SLOW_MACHINE
 @given(LENGTHS, COSTS)
-def test_no_program_costs_more_than_its_share_and_one_overhead(lengths, cost):
-    """Cost = tiles + overhead * items. A share has ceil(units / programs) units at most; only its
-    first item can be one whose overhead lies in an earlier share, so the bound is one overhead more."""
+def test_no_program_costs_more_than_its_share(lengths, cost):
+    """Cost = tiles + overhead for each item after the first. A share has ceil(units / programs) units at most."""
     plan = reference(lengths, cost)
     tiles = [max(1, -(-n // cost.tile_n)) for n in lengths]
-    units = sum(tiles) + cost.overhead_tiles * len(tiles)
+    units = total_units(tiles, cost)
     active = active_programs(units, cost)
-    spent = [0] * cost.num_programs
+    spent = [-cost.overhead_tiles] * cost.num_programs
     for program, (_, begin, end, *_) in items_of(plan):
         spent[program] += max(1, -(-(end - begin) // cost.tile_n)) + cost.overhead_tiles
-    assert max(spent) <= -(-units // active) + cost.overhead_tiles
-    assert not any(spent[active:])
-    # And none has less than its share less what is only overhead.
+    assert max(spent) <= -(-units // active)
+    assert not any(s != -cost.overhead_tiles for s in spent[active:])
+    # And none has less than its share less what is only overhead, at either end of it.
     if lengths:
-        assert min(spent[:active]) >= units // active - cost.overhead_tiles
+        assert min(spent[:active]) >= units // active - 2 * cost.overhead_tiles
 
 
 @SLOW_MACHINE
@@ -199,6 +199,33 @@ def test_one_request_fills_the_machine(name, heads):
         plan = reference([131072], cost)
         busy = {program for program, _ in items_of(plan)}
         assert len(busy) >= 0.9 * cost.num_programs, f"{impl.name}: {len(busy)}"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "requests", "programs"),
+    [
+        (1024, 1, 8),
+        (2048, 1, 16),
+        (4096, 1, 32),
+        (8192, 1, 64),
+        (32768, 1, 132),
+        (1024, 4, 34),
+        (2048, 4, 66),
+        (4096, 4, 130),
+        (8192, 4, 132),
+    ],
+)
+def test_overhead_does_not_thin_out_the_programs_of_short_requests(tokens, requests, programs):
+    """What going on to the next request costs says nothing of how far one may be spread: to two tiles a program."""
+    spec, arch = MLASpec(num_heads=16, kv_format="fp8_e4m3fn"), arch_by_name("h200")
+    own = next(i for i in IMPLS if i.name == "sm90").load().cost_model(spec, arch)
+    tiles = [tokens // own.tile_n] * requests
+    little = dataclasses.replace(own, overhead_tiles=1)
+    assert active_programs(total_units(tiles, little), little) == programs
+    assert active_programs(total_units(tiles, own), own) >= programs
+    busy = {program for program, _ in items_of(reference([tokens] * requests, own))}
+    # A share as short as the overhead may lie between two requests.
+    assert len(busy) >= programs - (requests - 1)
 
 
 def test_sixteen_requests_on_264_programs_are_balanced():

@@ -180,9 +180,9 @@ def _facts(plan: DecodePlan, workload: Workload, arch: Arch) -> PlanFacts:
 
 
 def _share(cost: CostModel, lengths: tuple[int, ...]) -> tuple[int, int]:
-    from streamla.plan import active_programs
+    from streamla.plan import active_programs, total_units
 
-    units = sum(max(1, -(-n // cost.tile_n)) + cost.overhead_tiles for n in lengths)
+    units = total_units([max(1, -(-n // cost.tile_n)) for n in lengths], cost)
     programs = active_programs(units, cost)
     return units // programs, -(-units // programs)
 
@@ -205,7 +205,7 @@ def _print(facts: list[PlanFacts], title: str, cost: CostModel, arch: Arch) -> N
         )  # fmt: skip
     console.out.print(table, highlight=False)
     console.out.print(
-        f"A tile is {cost.tile_n} tokens; starting a request costs {cost.overhead_tiles} more. share: what the "
+        f"A tile is {cost.tile_n} tokens; going on to the next request costs {cost.overhead_tiles} more. share: what the "
         f"planner gives a program; tiles: what of it is tiles; balance: their mean over their largest. split: "
         f"requests that several programs read, in so many splits each. floor: the bytes at "
         f"{arch.read_bytes_per_s / 1e12:.2f} TB/s ({arch.source}).",

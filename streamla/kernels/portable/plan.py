@@ -110,14 +110,15 @@ def mla_plan_kernel(
     if b == 0:
         write_status(cache_seqlens, status, counters, batch, max_seqlen, BLOCK_B)
     total = tl.zeros([], tl.int64)
-    start = tl.zeros([], tl.int64)  # the unit at which request b starts
+    first_unit = tl.zeros([], tl.int64)  # of request b's tiles
     for i in range(0, batch, BLOCK_B):
         request = i + tl.arange(0, BLOCK_B)
         seqlen = load_lengths(cache_seqlens, request, batch, max_seqlen)
         units = tl.where(request < batch, num_tiles(seqlen, TILE_N) + OVERHEAD, 0)
         total += tl.sum(units, 0)
-        start += tl.sum(tl.where(request < b, units, 0), 0)
-    worth = total // (MIN_SPLIT + OVERHEAD)
+        first_unit += tl.sum(tl.where(request < b, units, 0), 0)
+    total -= OVERHEAD  # none follows the last request
+    worth = (total + 1) // (MIN_SPLIT + 1)
     programs = tl.maximum(tl.minimum(worth, NUM_PROGRAMS), 1)
 
     # Pieces of the requests before b: a request has one more than the cuts that fall in its tiles.
@@ -129,7 +130,7 @@ def mla_plan_kernel(
         seqlen = load_lengths(cache_seqlens, request, batch, max_seqlen)
         tiles = num_tiles(seqlen, TILE_N)
         units = tl.where(request < b, tiles + OVERHEAD, 0)
-        request_end = units_before + tl.cumsum(units, 0)
+        request_end = units_before + tl.cumsum(units, 0) - OVERHEAD
         first = program_of(request_end - tiles, total, programs)
         pieces = (program_of(request_end - 1, total, programs) - first + 1).to(tl.int32)
         pieces = tl.where(request < b, pieces, 0)
@@ -139,7 +140,6 @@ def mla_plan_kernel(
 
     seqlen = load_lengths(cache_seqlens, b, batch, max_seqlen)
     tiles = num_tiles(seqlen, TILE_N)
-    first_unit = start + OVERHEAD
     first = program_of(first_unit, total, programs).to(tl.int32)
     last = program_of(first_unit + tiles - 1, total, programs).to(tl.int32)
     pieces = last - first + 1
@@ -157,7 +157,7 @@ def mla_plan_kernel(
     # Request b names the first item of every program after the one that ends request b - 1.
     previous = -1
     if b > 0:
-        previous = program_of(start - 1, total, programs).to(tl.int32)
+        previous = program_of(first_unit - OVERHEAD - 1, total, programs).to(tl.int32)
     first_item = items_before + tl.maximum(lane - first, 0)
     tl.store(work_indptr + lane, first_item, mask=(lane > previous) & (lane <= last))
     if b == batch - 1:
