@@ -24,7 +24,7 @@ class PlanFacts:
     """One planned shape.
 
     Attributes:
-        share_*: units (tiles, and what starting a request costs) that the planner gives a program;
+        share_*: units (tiles, and what going on to the next request costs) that the planner gives a program;
             None for a batch-invariant plan, which gives equal numbers of pieces instead.
         tiles_*: tiles of a busy program. balance: their mean over their largest.
         splits: of each split request. merged_slots: partials that the merge reads.
