@@ -163,6 +163,16 @@ def test_compile_error_carries_the_log(source, cache_dir):
 
 
 @NEEDS_NVRTC
+@NEEDS_NVRTC
+def test_a_build_for_racecheck_is_another_one(source, cache_dir, monkeypatch):
+    """What racecheck cannot follow is built so that it can, and not taken from the cache of plain builds."""
+    source.write_text("#if STREAMLA_RACECHECK\n#error seen\n#endif\n")
+    compile_cuda(source)
+    monkeypatch.setenv("STREAMLA_RACECHECK", "1")
+    with pytest.raises(CompileError, match="seen"):
+        compile_cuda(source)
+
+
 def test_only_the_folder_is_searched(source, tmp_path, monkeypatch):
     (tmp_path / "stray.cuh").write_text("")
     monkeypatch.chdir(tmp_path)

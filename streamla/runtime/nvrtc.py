@@ -7,6 +7,7 @@ memory: the bytes that were compiled are the bytes in the cache key.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,8 @@ def compile_cuda(
 ) -> bytes:
     """The cubin of a .cu file, from the disk cache or compiled now.
 
+    With STREAMLA_RACECHECK=1 in the environment, kernels are built so that compute-sanitizer's racecheck can follow them.
+
     Args:
         source: a .cu file. It may include files of its folder by name.
         defines: macros; a bool counts as 0 or 1.
@@ -39,6 +42,8 @@ def compile_cuda(
         options: further NVRTC options, as "-lineinfo".
     """
     files = _folder_sources(source)
+    if os.environ.get("STREAMLA_RACECHECK") == "1":
+        defines = {**(defines or {}), "STREAMLA_RACECHECK": 1}
     flags = [_STANDARD, _NO_STRAY_INCLUDES, f"--gpu-architecture={target}", *options]
     flags += [
         f"-D{name}={int(value) if isinstance(value, int) else value}"

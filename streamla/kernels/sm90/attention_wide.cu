@@ -35,7 +35,7 @@ DEVICE void add_values(State& state, u32 tile, bool owner, u32 shared, const Lan
     value_tile(state.out, state.fragments, held, values,
                matrix_descriptor(shared + Shared::PROBABILITY, 128, TILE * 16, SWIZZLE_NONE), between);
     __syncwarp();
-    if (threadIdx.x % WARP == 0) {
+    if (threadIdx.x % WARP < ARRIVING_LANES) {
         mbarrier_arrive(shared + Shared::PROBABILITY_EMPTY);
         mbarrier_arrive(shared + Shared::EMPTY + tile % STAGES * 8);
     }
@@ -139,10 +139,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             mbarrier_init(shared + Shared::FULL + stage * 8, LOAD_WARPS);
-            mbarrier_init(shared + Shared::EMPTY + stage * 8, MATH_WARPS);
+            mbarrier_init(shared + Shared::EMPTY + stage * 8, MATH_WARPS * ARRIVING_LANES);
         }
-        mbarrier_init(shared + Shared::PROBABILITY_FULL, GROUP_WARPS);
-        mbarrier_init(shared + Shared::PROBABILITY_EMPTY, MATH_WARPS);
+        mbarrier_init(shared + Shared::PROBABILITY_FULL, GROUP_WARPS * ARRIVING_LANES);
+        mbarrier_init(shared + Shared::PROBABILITY_EMPTY, MATH_WARPS * ARRIVING_LANES);
         fence_mbarrier_init();
     }
     __syncthreads();

@@ -111,14 +111,14 @@ DEVICE void run_load(const Cache& cache, Items items, u32 shared) {
         const int lane = threadIdx.x % WARP;
         if (items.item.begin < items.item.end) prefetch_tensor_map(cache.map);
         Pages pages = Pages::of(items.item, cache, lane);
-        named_barrier(BARRIER_QUERY, THREADS - MATH_THREADS);
+        named_barrier_wait(BARRIER_QUERY, THREADS - MATH_THREADS);
         for (; items.any(); items.advance()) {
             const Pages next_pages = Pages::of(items.next, cache, lane);
             load_item_by_runs(items.item, pages, cache, ring, l2_policy);
             pages = next_pages;
         }
     } else {
-        named_barrier(BARRIER_QUERY, THREADS - MATH_THREADS);
+        named_barrier_wait(BARRIER_QUERY, THREADS - MATH_THREADS);
         Copies copies;
         for (; items.any(); items.advance()) copies.load_item(items.item, cache, ring, l2_policy);
         copies.finish();

@@ -43,12 +43,12 @@ struct Ring {
     // (fence_async_proxy).
     DEVICE void release(int position, bool leads_warp) const {
         __syncwarp();
-        if (leads_warp) mbarrier_arrive(empty(position));
+        if (leads_warp || RACECHECK) mbarrier_arrive(empty(position));
     }
     DEVICE void init() const {
         for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full(s), STEP ? 1 + WRITERS : 1);
-            mbarrier_init(empty(s), TEAM_WARPS);
+            mbarrier_init(full(s), STEP ? 1 + WRITERS * ARRIVING_LANES : 1);
+            mbarrier_init(empty(s), TEAM_WARPS * ARRIVING_LANES);
             if (STEP) mbarrier_init(turn(s), 1);
         }
         mbarrier_init(shared + Shared::EMPTIED, 1);
@@ -61,16 +61,16 @@ struct Ring {
         named_barrier_arrive(BARRIER_EMPTIER_READY, 2 * WARP);
         if (STEP) named_barrier_arrive(BARRIER_WRITERS_READY, (WRITERS + 1) * WARP);
     }
-    DEVICE static void wait_as_math() { named_barrier(BARRIER_READY, MATH_THREADS + WARP); }
-    DEVICE static void wait_as_emptier() { named_barrier(BARRIER_EMPTIER_READY, 2 * WARP); }
-    DEVICE static void wait_as_writer() { named_barrier(BARRIER_WRITERS_READY, (WRITERS + 1) * WARP); }
+    DEVICE static void wait_as_math() { named_barrier_wait(BARRIER_READY, MATH_THREADS + WARP); }
+    DEVICE static void wait_as_emptier() { named_barrier_wait(BARRIER_EMPTIER_READY, 2 * WARP); }
+    DEVICE static void wait_as_writer() { named_barrier_wait(BARRIER_WRITERS_READY, (WRITERS + 1) * WARP); }
 };
 
 // Expects `bytes` in the stage, which is free; if it gets new rows, its writers take their turn.
 DEVICE void open_stage(const Ring& ring, int position, int bytes, bool has_new_rows) {
     mbarrier_arrive_expect(ring.full(position), bytes);
     if (STEP && has_new_rows) mbarrier_arrive(ring.turn(position));
-    if (STEP && !has_new_rows) mbarrier_arrive_times(ring.full(position), WRITERS);
+    if (STEP && !has_new_rows) mbarrier_arrive_times(ring.full(position), WRITERS * ARRIVING_LANES);
 }
 
 // Pages of the runs that this lane issues in the batch of tiles from `tile` on.

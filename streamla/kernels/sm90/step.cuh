@@ -168,7 +168,7 @@ DEVICE void run_writer(const NewTokens& tokens, const Rope& rope, const Cache& c
             turns ^= 1u << tile % STAGES;
             fence_async_proxy();
             __syncwarp();
-            if (threadIdx.x % WARP == 0) mbarrier_arrive(ring.full(tile));
+            if (threadIdx.x % WARP < ARRIVING_LANES) mbarrier_arrive(ring.full(tile));
         }
         position += item.num_tiles();
     }

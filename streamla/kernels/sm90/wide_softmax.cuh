@@ -157,7 +157,7 @@ DEVICE void publish(
                         pack_half2(p[i + 4], p[i + 5]), pack_half2(p[i + 6], p[i + 7]));
     fence_async_proxy();
     __syncwarp();
-    if (l == 0) mbarrier_arrive(shared + Shared::PROBABILITY_FULL);
+    if (l < ARRIVING_LANES) mbarrier_arrive(shared + Shared::PROBABILITY_FULL);
 #pragma unroll
     for (int i = 0; i < COLUMNS / 4; ++i) mass[i] += p[i / 2 * 4 + i % 2] + p[i / 2 * 4 + i % 2 + 2];
 }
