@@ -68,6 +68,7 @@ class Variant:
             "STREAMLA_PAGE_SIZE": self.page_size,
             "STREAMLA_ROWS": self.rows,
             "STREAMLA_RUN": self.run,
+            "STREAMLA_SHARED_BYTES": self.shared_bytes,
         }
 
     @property
@@ -95,7 +96,7 @@ class Variant:
         probability = 2 * 4 * TILE_N * self.rows * 2
         score = 2 * 2 * TILE_N // 2 * self.rows * 4 if self.team_halves == 2 else 0
         warps = 8 * self.team_halves
-        small = (2 * warps + 2 + 2 + 2) * self.rows * 4 + (warps + 2) * 4 + 2 * STAGES * 8 + 8
+        small = (2 * warps + 2 + 2 + 2) * self.rows * 4 + (warps + 2) * 4 + 3 * STAGES * 8 + 8
         return ring + query + probability + score + small + 1024
 
     def cubin(self) -> bytes:

@@ -16,28 +16,27 @@ struct Cache {
     i64 table_stride;
 };
 
-// Tiles being loaded at once: with more, none lands before all do, and in a short item the math waits for
-// that. It also keeps the landings in order enough that a team which waits for its round of a stage cannot meet
-// the round before the last, of equal parity.
-constexpr int IN_FLIGHT = 3;
-constexpr int SHORT_ITEM = 8;  // tiles up to which one less is in flight
-static_assert(STAGES % TEAMS == 0 || IN_FLIGHT <= STAGES - TEAMS, "see above");
+// Tiles being loaded at once, by the number of tiles of the program. With too many none lands before all do, and the math of
+// a short share waits for that; with too few the math of a long one starves.
+DEVICE int tiles_in_flight(int num_tiles) { return num_tiles <= 8 ? 2 : num_tiles <= 40 ? 3 : STAGES - 1; }
 
 constexpr int TILE_RUNS = TILE_N / RUN;
 constexpr int LANE_RUNS = (TILE_RUNS + WARP - 1) / WARP;              // runs of a tile that one lane issues
 constexpr int BATCH_TILES = TILE_RUNS < WARP ? WARP / TILE_RUNS : 1;  // tiles whose pages a warp holds
 
-// The ring, as its writer and its readers count it: position p is stage p % STAGES, round p / STAGES.
+// The ring, as its writer and its readers count it: position p is stage p % STAGES, round p / STAGES. FULL has two mbarriers a
+// stage, which rounds take in turn: with an odd number of stages one changes hands between the teams, so one of them may
+// wait for its round when the round before has not landed, and that of equal parity has.
 struct Ring {
     u32 shared;
 
     DEVICE u32 stage(int position) const {
         return shared + Shared::STAGE + position % STAGES * STAGE_BYTES;
     }
-    DEVICE u32 full(int position) const { return shared + Shared::FULL + position % STAGES * 8; }
+    DEVICE u32 full(int position) const { return shared + Shared::FULL + position % (2 * STAGES) * 8; }
     DEVICE u32 empty(int position) const { return shared + Shared::EMPTY + position % STAGES * 8; }
     DEVICE u32 turn(int position) const { return shared + Shared::TURN + position % STAGES * 8; }
-    DEVICE void wait_full(int position) const { mbarrier_wait(full(position), position / STAGES & 1); }
+    DEVICE void wait_full(int position) const { mbarrier_wait(full(position), position / (2 * STAGES) & 1); }
     DEVICE void wait_empty(int position) const { mbarrier_wait(empty(position), ~(position / STAGES) & 1); }
     // A warp has read all that it needs of a stage. What generic stores left there must be ordered before
     // (fence_async_proxy).
@@ -46,8 +45,8 @@ struct Ring {
         if (leads_warp || RACECHECK) mbarrier_arrive(empty(position));
     }
     DEVICE void init() const {
+        for (int p = 0; p < 2 * STAGES; p++) mbarrier_init(full(p), STEP ? 1 + WRITERS * ARRIVING_LANES : 1);
         for (int s = 0; s < STAGES; s++) {
-            mbarrier_init(full(s), STEP ? 1 + WRITERS * ARRIVING_LANES : 1);
             mbarrier_init(empty(s), TEAM_WARPS * ARRIVING_LANES);
             if (STEP) mbarrier_init(turn(s), 1);
         }
@@ -83,12 +82,11 @@ DEVICE void fetch_pages(int (&pages)[LANE_RUNS], const int* table, const Item& i
     }
 }
 
-DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, int& position,
+DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, int& position, int in_flight,
                       u64 l2_policy) {
     const int lane = threadIdx.x % WARP;
     const int* table = cache.page_table + item.request * cache.table_stride;
     const int num_tiles = item.num_tiles(), end = item.cached_end();
-    const int in_flight = num_tiles <= SHORT_ITEM ? IN_FLIGHT - 1 : IN_FLIGHT;
     int pages[LANE_RUNS], next_pages[LANE_RUNS];
     fetch_pages(pages, table, item, 0, lane);
     for (int batch = 0; batch < num_tiles; batch += BATCH_TILES) {
@@ -119,13 +117,20 @@ DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, in
     }
 }
 
+// Tiles of the items from `index` on, as many as there are lanes.
+DEVICE int count_tiles(const int* work, int index, int last_item) {
+    const int lane = threadIdx.x % WARP;
+    return __reduce_add_sync(FULL_WARP, index + lane < last_item ? Item::load(work, index + lane).num_tiles() : 0);
+}
+
 // The loading warp: all items of its program.
 DEVICE void load_items(const int* work, const int* program_items, const Cache& cache, const Ring& ring) {
     const u64 l2_policy = ROW_TILES > 1 ? l2_evict_normal() : l2_evict_first();
-    const int last_item = load_index(program_items + 1);
+    const int first_item = load_index(program_items), last_item = load_index(program_items + 1);
+    const int in_flight = tiles_in_flight(count_tiles(work, first_item, last_item));
     int position = 0;
-    for (int index = load_index(program_items); index < last_item; index++)
-        load_item(Item::load(work, index), cache, ring, position, l2_policy);
+    for (int index = first_item; index < last_item; index++)
+        load_item(Item::load(work, index), cache, ring, position, in_flight, l2_policy);
 }
 
 }  // namespace streamla

@@ -78,6 +78,7 @@ class Variant:
             "STREAMLA_ROWS": self.rows,
             "STREAMLA_RUN": self.run,
             "STREAMLA_STEP": self.step,
+            "STREAMLA_SHARED_BYTES": self.shared_bytes,
         }
 
     @property
@@ -101,7 +102,7 @@ class Variant:
         query = 9 * self.rows * 128
         probability = 2 * 2 // self.team_halves * TILE_N * self.rows * 2
         score = 2 * 2 * TILE_N // 2 * self.rows * 4 if self.team_halves == 2 else 0
-        barriers = (2 + self.step) * stages * 8 + 8
+        barriers = (3 + self.step) * stages * 8 + 8
         small = (2 * 2 * 4 * self.team_halves + 2 + 2 + 2) * self.rows * 4 + barriers
         return ring + query + probability + score + small + 1024
 

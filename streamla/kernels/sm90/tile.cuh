@@ -95,12 +95,14 @@ struct Shared {
     static constexpr u32 ROW_SCALE = TEAM_SUM + TEAMS * ROWS * 4;  // [team][row], the same for both
     static constexpr u32 SCALE_MAX = ROW_SCALE + TEAMS * ROWS * 4;  // [team][warp], of the group scales
     static constexpr u32 SCALE_LIMIT = SCALE_MAX + (GROUP_SCALES ? MATH_WARPS * 4 : 0);  // [team]
-    static constexpr u32 FULL = SCALE_LIMIT + (GROUP_SCALES ? TEAMS * 4 : 0);            // [stage] mbarrier
-    static constexpr u32 EMPTY = FULL + STAGES * 8;                // [stage] mbarrier
+    // [round % 2][stage] mbarrier
+    static constexpr u32 FULL = SCALE_LIMIT + (GROUP_SCALES ? TEAMS * 4 : 0);
+    static constexpr u32 EMPTY = FULL + 2 * STAGES * 8;            // [stage] mbarrier
     static constexpr u32 EMPTIED = EMPTY + STAGES * 8;             // mbarrier: slots are EMPTY
     static constexpr u32 TURN = EMPTIED + 8;                       // [stage] mbarrier, if STEP
     static constexpr u32 BYTES = TURN + (STEP ? STAGES * 8 : 0) + 1024;  // 1024: to align the base
 };
+static_assert(Shared::BYTES == STREAMLA_SHARED_BYTES, "what the launcher reserves");
 static_assert(Shared::BYTES <= 227 * 1024, "shared memory of one SM");
 static_assert(Shared::FULL % 8 == 0, "mbarriers are 8-byte aligned");
 
