@@ -35,9 +35,10 @@ def test_a_tile_is_multiplied_without_padding_spills_or_serialised_wgmma(name, h
     assert f.opcodes["HGMMA"] == (KEY_STEPS + VALUE_STEPS) // halves
     # A compiler that serialises wgmma fences and waits around every one of them.
     assert f.opcodes["WARPGROUP"] < f.opcodes["HGMMA"]
-    # Two fp8 values an instruction: 64 x 576 as keys and 64 x 512 as values, over the team's threads.
+    # Two fp8 values an instruction: 64 x 576 as keys and 64 x 512 as values, over the team's threads. The rest packs
+    # results, once for each team and place they go to.
     widening = 64 * (576 + 512) // 2 // (128 * halves)
-    assert widening <= f.opcodes["F2FP"] < 1.5 * widening
+    assert widening <= f.opcodes["F2FP"] < 2 * widening
 
 
 @pytest.mark.parametrize(

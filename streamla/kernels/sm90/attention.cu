@@ -84,11 +84,16 @@ DEVICE void run_math(const Query& query, const Output& output, const Softmaxing&
                      const int* program_items, int row_begin, const Rope& rope, const Ring& ring) {
     const Lane lane = Lane::here();
     const u32 shared = ring.shared;
-    int position = 0;
-    for (int index = load_index(program_items); index < load_index(program_items + 1); index++) {
-        const Item item = Item::load(work, index);
-        load_query(query, item.request, row_begin, shared, how.score_scale(), [&](QueryRows& rows) {
-            if (STEP) rotate_query(rows, rope, item.request, row_begin);
+    const float value_scale = how.value_scale();
+    const int last_item = load_index(program_items + 1);
+    int index = load_index(program_items), position = 0;
+    Item item{};
+    item.slot = -1;
+    int request = index < last_item ? Item::load_request(work, index) : 0;
+    for (; index < last_item; index++) {
+        item = Item::load(work, index);
+        load_query(query, request, row_begin, shared, how.score_scale(), [&](QueryRows& rows) {
+            if (STEP) rotate_query(rows, rope, request, row_begin);
         });
         named_barrier(BARRIER_MATH, MATH_THREADS);
         reset_max(shared, lane);  // no warp still reads those of the item before
@@ -110,16 +115,11 @@ DEVICE void run_math(const Query& query, const Output& output, const Softmaxing&
         for (int tile = position + skip; tile < end; tile += TEAMS)
             attend_tile(sums, acc, range, origin + tile * TILE_N, row_begin, ring, tile, tile + TEAMS < end,
                         lane);
-        if (output.merges) wait_until_emptied(shared);
-        finish_item(sums, acc, output, Item::load(work, index), row_begin, ring, end, how.value_scale());
+        if (index + 1 < last_item) request = Item::load_request(work, index + 1);  // on its way meanwhile
+        finish_item(sums, acc, output, item, row_begin, ring, position, end, value_scale);
         position = end;
     }
-    if (!output.merges) return;
-    for (int index = load_index(program_items); index < load_index(program_items + 1); index++) {
-        const Item item = Item::load(work, index);
-        // No warp reads the query any more.
-        if (item.slot >= 0) merge_share(output, item, row_begin, how.value_scale(), shared + Shared::QUERY);
-    }
+    if (output.merges) merge_items(output, item, work, program_items, row_begin, value_scale, shared);
 }
 
 }  // namespace streamla

@@ -1,8 +1,9 @@
 // The end of an item: the teams add up what they have, and the result leaves the program, as a partial
 // (fp32, normalised) or, if the item is the whole request, as the output itself (bf16).
 //
-// Team 0 finishes the even rows, team 1 the odd ones. Each sends its accumulators of the other's rows
-// through the last stage it has read, which it has not released yet.
+// Each team finishes half of the rows. It sends its accumulators of the other's rows through the last stage it has
+// read, which it has not released yet. All warps run this code at once, so its time is its number of instructions:
+// which rows a team finishes is known at compile time, and nothing waits for global memory before the teams meet.
 #pragma once
 
 #include "exchange.cuh"
@@ -29,18 +30,27 @@ struct Output {
 DEVICE u32 sum_address(u32 shared, int team, int team_warp, int row) {
     return shared + Shared::SUM + ((team * TEAM_WARPS + team_warp) * ROWS + row) * 4;
 }
+// A warp's sums: what its eight g hold of each row of a thread, added up. At every step two lanes trade half of the rows
+// they hold, as long as they hold more than one.
 DEVICE void publish_sums(const RowValues& sums, u32 shared, const Lane& lane) {
+    constexpr int HELD = GROUPS <= 2 ? THREAD_ROWS : 8;
+    float v[HELD];
 #pragma unroll
-    for (int c = 0; c < GROUPS; c++) {
+    for (int i = 0; i < HELD; i++) v[i] = i < THREAD_ROWS ? sums[i / 2][i % 2] : 0.0f;
+    int first = 0;  // the row in v[0]
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            float sum = sums[c][k];
+    for (int g = 4, held = HELD; g; g /= 2) {
+        const bool trades = held > 1, upper = trades && lane.g & g;
+        if (trades) held /= 2;
+        if (upper) first += held;
 #pragma unroll
-            for (int o = 4; o < WARP; o *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, o);
-            if (lane.g == 0)
-                store_shared(sum_address(shared, lane.team, lane.team_warp(), lane.row(c, k)), sum);
+        for (int i = 0; i < held; i++) {
+            const float sent = trades && !upper ? v[i + held] : v[i], kept = upper ? v[i + held] : v[i];
+            v[i] = kept + __shfl_xor_sync(FULL_WARP, sent, 4 * g);
         }
     }
+    if (lane.g % (8 / HELD) == 0 && first < THREAD_ROWS)
+        store_shared(sum_address(shared, lane.team, lane.team_warp(), lane.row(first / 2, first % 2)), v[0]);
 }
 DEVICE u32 team_sum_address(u32 shared, int team, int row) {
     return shared + Shared::TEAM_SUM + (team * ROWS + row) * 4;
@@ -55,28 +65,36 @@ DEVICE void add_team_sums(u32 shared, const Lane& lane) {
     store_shared(team_sum_address(shared, lane.team, row), sum);
 }
 
-// Four latents of a thread, quad `quad` of run `run`, of row 8 * c + 2 * t + k.
-DEVICE float4 quad_of(const Accumulator& acc, int c, int run, int quad, int k) {
-    const int j = run * M_TILES + quad * 2;
-    const float4 even =
-        make_float4(acc[j][4 * c], acc[j][4 * c + 2], acc[j + 1][4 * c], acc[j + 1][4 * c + 2]);
-    const float4 odd =
-        make_float4(acc[j][4 * c + 1], acc[j][4 * c + 3], acc[j + 1][4 * c + 1], acc[j + 1][4 * c + 3]);
-    return k ? odd : even;
-}
+// Of the rows of a thread a team finishes GROUPS: whole column groups if they can be shared out, else one of the two of
+// each. The i-th is row 8 * group + 2 * t + k.
+struct FinishedRow {
+    int group, k;
 
-DEVICE u32 swap_address(u32 stage, const Lane& lane, int c, int run, int quad) {
-    return stage + (((c * RUNS + run) * 2 + quad) * TEAM_THREADS + lane.team_thread()) * 16;
+    DEVICE static constexpr FinishedRow of(int team, int i) {
+        if (GROUPS % 2) return {i, team};
+        return {team * GROUPS / 2 + i / 2, i % 2};
+    }
+    DEVICE int row(const Lane& lane) const { return lane.row(group, k); }
+    // Four latents of a thread, quad `quad` of run `run`.
+    DEVICE float4 quad_of(const Accumulator& acc, int run, int quad) const {
+        const int j = run * M_TILES + quad * 2, i = 4 * group + k;
+        return make_float4(acc[j][i], acc[j][i + 2], acc[j + 1][i], acc[j + 1][i + 2]);
+    }
+};
+
+DEVICE u32 swap_address(u32 stage, const Lane& lane, int i, int run, int quad) {
+    return stage + (((i * RUNS + run) * 2 + quad) * TEAM_THREADS + lane.team_thread()) * 16;
 }
 static_assert(GROUPS * RUNS * 2 * TEAM_THREADS * 16 <= STAGE_BYTES, "what a team sends fits in a stage");
 
+template <int TEAM>
 DEVICE void send_accumulators(const Accumulator& acc, u32 stage, const Lane& lane) {
 #pragma unroll
-    for (int c = 0; c < GROUPS; c++) {
+    for (int i = 0; i < GROUPS; i++) {
 #pragma unroll
-        for (int i = 0; i < RUNS * 2; i++)
-            store_shared(swap_address(stage, lane, c, i / 2, i % 2),
-                         quad_of(acc, c, i / 2, i % 2, lane.team ^ 1));
+        for (int r = 0; r < RUNS * 2; r++)
+            store_shared(swap_address(stage, lane, i, r / 2, r % 2),
+                         FinishedRow::of(TEAM ^ 1, i).quad_of(acc, r / 2, r % 2));
     }
 }
 
@@ -122,73 +140,107 @@ struct OneRange {
     }
 };
 
-// One run of latents of one row of the item.
-template <typename Latents>
-DEVICE void store_row(const Output& output, const Item& item, int row, int run,
-                      const float (&v)[THREAD_LATENTS], float lse, const Lane& lane) {
-    const bool writes_lse = lane.team_warp() == 0 && lane.g == 0 && run == 0;
-    const bool exists = row < TOTAL_ROWS;
-    if (item.slot >= 0 && output.merges) {
-        if (exists) Latents::store_words(output.exchange().row(item.slot, row), v, run, lane);
-        if (writes_lse && exists) output.exchange().store_lse(item.slot, row, lse);
-    } else if (item.slot >= 0) {
-        Latents::store_floats(output.partial(item.slot, row), v, exists, run, lane);
-        if (writes_lse && exists) output.lse_partial[static_cast<i64>(item.slot) * TOTAL_ROWS + row] = lse;
-    } else if (exists) {
-        Latents::store_bfloats(output.out + output.out_strides.at(item.request, row), v, output.aligned, run,
-                               lane);
-        if (writes_lse) output.lse[output.lse_strides.at(item.request, row)] = lse * output.lse_scale;
+using FinishedValues = float[GROUPS][RUNS][THREAD_LATENTS];
+
+// What a team finished leaves the program: to the programs of this launch, as partials for a launch of its own, or to
+// the output.
+template <int TEAM, typename Latents>
+DEVICE void store_rows(const Output& output, const Item& item, int row_begin, const FinishedValues& v,
+                       const float (&lse)[GROUPS], u32 shared, const Lane& lane) {
+    const bool writes_lse = lane.team_warp() == 0 && lane.g == 0;
+    if (item.slot >= 0 && output.merges) wait_until_emptied(shared);
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+        const int row = row_begin + FinishedRow::of(TEAM, i).row(lane);
+        const bool exists = row < TOTAL_ROWS;
+        if (item.slot >= 0 && output.merges) {
+            if (!exists) continue;
+#pragma unroll
+            for (int run = 0; run < RUNS; run++)
+                Latents::store_words(output.exchange().row(item.slot, row), v[i][run], run, lane);
+            if (writes_lse) output.exchange().store_lse(item.slot, row, lse[i]);
+        } else if (item.slot >= 0) {
+#pragma unroll
+            for (int run = 0; run < RUNS; run++)
+                Latents::store_floats(output.partial(item.slot, row), v[i][run], exists, run, lane);
+            if (writes_lse && exists) output.lse_partial[static_cast<i64>(item.slot) * TOTAL_ROWS + row] = lse[i];
+        } else if (exists) {
+#pragma unroll
+            for (int run = 0; run < RUNS; run++)
+                Latents::store_bfloats(output.out + output.out_strides.at(item.request, row), v[i][run],
+                                       output.aligned, run, lane);
+            if (writes_lse) output.lse[output.lse_strides.at(item.request, row)] = lse[i] * output.lse_scale;
+        }
     }
 }
 
-// The item's tiles, up to ring position `end`, have been accumulated, each by the team it fell to. The values are
+// `other_stage` holds what the other team has sent, if it had a tile.
+template <int TEAM, typename Latents>
+DEVICE void finish_rows(const Accumulator& acc, const Output& output, const Item& item, int row_begin,
+                        u32 other_stage, bool other_sent, float value_scale, u32 shared, const Lane& lane) {
+    float my_weight[GROUPS], other_weight[GROUPS], lse[GROUPS];
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+        const int row = FinishedRow::of(TEAM, i).row(lane);
+        const float my_max = load_shared_f32(team_max_address(shared, TEAM, row));
+        const float other_max = load_shared_f32(team_max_address(shared, TEAM ^ 1, row));
+        const float my_sum = load_shared_f32(team_sum_address(shared, TEAM, row));
+        const float other_sum = load_shared_f32(team_sum_address(shared, TEAM ^ 1, row));
+        const float base = exponent_base(fmaxf(my_max, other_max));
+        my_weight[i] = exp2_approx(my_max - base), other_weight[i] = exp2_approx(other_max - base);
+        const float sum = my_weight[i] * my_sum + other_weight[i] * other_sum;
+        const float normal = sum == 0.0f ? 0.0f : __fdividef(value_scale, sum);
+        my_weight[i] *= normal * Latents::value_unit(shared, TEAM);
+        other_weight[i] *= normal * Latents::value_unit(shared, TEAM ^ 1);
+        lse[i] = LN_2 * (base + log2_approx(sum));
+    }
+    FinishedValues v;
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+#pragma unroll
+        for (int r = 0; r < RUNS * 2; r++) {
+            const int run = r / 2, quad = r % 2;
+            const float4 mine = FinishedRow::of(TEAM, i).quad_of(acc, run, quad);
+            float4 other = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (other_sent) other = load_shared_f32x4(swap_address(other_stage, lane, i, run, quad));
+            v[i][run][4 * quad] = my_weight[i] * mine.x + other_weight[i] * other.x;
+            v[i][run][4 * quad + 1] = my_weight[i] * mine.y + other_weight[i] * other.y;
+            v[i][run][4 * quad + 2] = my_weight[i] * mine.z + other_weight[i] * other.z;
+            v[i][run][4 * quad + 3] = my_weight[i] * mine.w + other_weight[i] * other.w;
+        }
+    }
+    store_rows<TEAM, Latents>(output, item, row_begin, v, lse, shared, lane);
+}
+
+// The item's tiles, ring positions `begin` to `end`, have been accumulated, each by the team it fell to. The values are
 // multiplied by value_scale, except those of an Exchange.
 template <typename Latents = OneRange>
 DEVICE void finish_item(const RowValues& sums, const Accumulator& acc, const Output& output,
-                        const Item& item, int row_begin, const Ring& ring, int end, float value_scale) {
-    if (item.slot >= 0 && output.merges) value_scale = 1.0f;
+                        const Item& item, int row_begin, const Ring& ring, int begin, int end,
+                        float value_scale) {
     // No address of the stores below is kept in a register all the while.
     const Lane lane = Lane::of(forget(static_cast<int>(threadIdx.x)));
     const u32 shared = ring.shared;
-    const int first = end - item.num_tiles(), other_team = lane.team ^ 1;
-    const int my_last = (end - 1) % TEAMS == lane.team ? end - 1 : end - 2;
-    const int other_last = (end - 1) % TEAMS == lane.team ? end - 2 : end - 1;
+    const bool last_is_mine = (end - 1) % TEAMS == lane.team;
+    const int my_last = last_is_mine ? end - 1 : end - 2, other_last = last_is_mine ? end - 2 : end - 1;
+    const bool sends = my_last >= begin, other_sends = other_last >= begin;
     publish_sums(sums, shared, lane);
     named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);  // all its warps have read its last stage
     add_team_sums(shared, lane);
-    if (my_last >= first) send_accumulators(acc, ring.stage(my_last), lane);
+    const u32 my_stage = ring.stage(my_last), other_stage = ring.stage(other_last);
+    if (lane.team) {
+        if (sends) send_accumulators<1>(acc, my_stage, lane);
+    } else {
+        if (sends) send_accumulators<0>(acc, my_stage, lane);
+    }
     named_barrier(BARRIER_MATH, MATH_THREADS);
 
-#pragma unroll
-    for (int c = 0; c < GROUPS; c++) {
-        const int row = lane.row(c, lane.team);
-        const float my_max = load_shared_f32(team_max_address(shared, lane.team, row));
-        const float other_max = load_shared_f32(team_max_address(shared, other_team, row));
-        const float base = exponent_base(fmaxf(my_max, other_max));
-        float my_weight = exp2_approx(my_max - base), other_weight = exp2_approx(other_max - base);
-        const float sum = my_weight * load_shared_f32(team_sum_address(shared, lane.team, row)) +
-                          other_weight * load_shared_f32(team_sum_address(shared, other_team, row));
-        const float normal = sum == 0.0f ? 0.0f : __fdividef(value_scale, sum);
-        my_weight *= normal * Latents::value_unit(shared, lane.team);
-        other_weight *= normal * Latents::value_unit(shared, other_team);
-#pragma unroll
-        for (int run = 0; run < RUNS; run++) {
-            float v[THREAD_LATENTS];
-#pragma unroll
-            for (int quad = 0; quad < 2; quad++) {
-                const float4 mine = quad_of(acc, c, run, quad, lane.team);
-                float4 other = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                if (other_last >= first)
-                    other = load_shared_f32x4(swap_address(ring.stage(other_last), lane, c, run, quad));
-                v[4 * quad] = my_weight * mine.x + other_weight * other.x;
-                v[4 * quad + 1] = my_weight * mine.y + other_weight * other.y;
-                v[4 * quad + 2] = my_weight * mine.z + other_weight * other.z;
-                v[4 * quad + 3] = my_weight * mine.w + other_weight * other.w;
-            }
-            store_row<Latents>(output, item, row_begin + row, run, v, LN_2 * (base + log2_approx(sum)), lane);
-        }
-    }
-    if (other_last >= first) {
+    if (item.slot >= 0 && output.merges) value_scale = 1.0f;
+    if (lane.team)
+        finish_rows<1, Latents>(acc, output, item, row_begin, other_stage, other_sends, value_scale, shared, lane);
+    else
+        finish_rows<0, Latents>(acc, output, item, row_begin, other_stage, other_sends, value_scale, shared, lane);
+    if (other_sends) {
         fence_async_proxy();  // behind what the other team stored there
         ring.release(other_last, lane.leads_warp());
     }

@@ -16,7 +16,7 @@ constexpr int MERGE_DEPTH = 9;  // partials a warp has in flight: 132 splits on 
 struct UnitSum {
     float value[WORD_LATENTS] = {};
     float largest = NEG_INF;  // the same in all lanes
-    float sum = 0.0f;         // to be added up over the lanes
+    float sum = 0.0f;         // likewise
 
     // The partials begin, begin + stride, ... before end; lane i brings the lse of the i-th.
     DEVICE void add_partials(const u32* words, const u32* lses, int begin, int end, int stride, int lane) {
@@ -43,6 +43,7 @@ struct UnitSum {
 #pragma unroll
             for (int i = 0; i < MERGE_DEPTH; i++) {
                 const float w = __shfl_sync(FULL_WARP, weight, i);
+                sum += w;
                 float v[WORD_LATENTS];
                 unpack_word(v, word[i]);
 #pragma unroll
@@ -50,17 +51,15 @@ struct UnitSum {
             }
         }
     }
-    // The weight of the partial with this lse, one a lane, after what was summed is put on the same base.
+    // The weight of the partial with this lse, one a lane, after what was summed is put on the same base. The caller adds
+    // it to the sum.
     DEVICE float weigh(float lse) {
-        float new_largest = fmaxf(largest, lse);
-#pragma unroll
-        for (int o = 1; o < WARP; o *= 2)
-            new_largest = fmaxf(new_largest, __shfl_xor_sync(FULL_WARP, new_largest, o));
+        const float new_largest = warp_max(fmaxf(largest, lse));
         const float base = exponent_base(new_largest), scale = exp2_approx(LOG2_E * (largest - base));
         const float weight = exp2_approx(LOG2_E * (lse - base));
 #pragma unroll
         for (int j = 0; j < WORD_LATENTS; j++) value[j] *= scale;
-        sum = sum * scale + weight;
+        sum *= scale;
         largest = new_largest;
         return weight;
     }
@@ -71,14 +70,13 @@ DEVICE u32 unit_values(u32 scratch, int warp, int word) {
     return scratch + (warp * WARP + word) * WORD_LATENTS * 4;
 }
 DEVICE u32 unit_mass(u32 scratch, int warp) { return unit_values(scratch, MATH_WARPS, 0) + warp * 8; }
+constexpr u32 SCRATCH_BYTES = MATH_WARPS * (WARP * WORD_LATENTS * 4 + 8);
+static_assert(2 * SCRATCH_BYTES <= HEAD_DIM / 64 * QUERY_BLOCK_BYTES, "passes take turns in the query's place");
 
 DEVICE void publish(const UnitSum& w, u32 scratch, int warp, int lane) {
-    float sum = w.sum;
-#pragma unroll
-    for (int o = 1; o < WARP; o *= 2) sum += __shfl_xor_sync(FULL_WARP, sum, o);
 #pragma unroll
     for (int j = 0; j < WORD_LATENTS; j++) store_shared(unit_values(scratch, warp, lane) + j * 4, w.value[j]);
-    if (lane == 0) store_shared(unit_mass(scratch, warp), make_float2(w.largest, sum));
+    if (lane == 0) store_shared(unit_mass(scratch, warp), make_float2(w.largest, w.sum));
 }
 
 // The sum of 2^doublings warps, the first of which is `first_warp`: as many lanes add up one word.
@@ -114,9 +112,10 @@ DEVICE void finish_word(const Output& output, u32 scratch, int first_warp, int d
 }
 
 // All math warps of one of the request's programs: it takes every num_splits-th unit, from that of its own
-// place among them on. Several warps take one unit when there are warps to spare.
+// place among them on. Several warps take one unit when there are warps to spare. `pass` counts the barriers: scratch
+// of one pass is written again in the next but one.
 DEVICE void merge_share(const Output& output, const Item& item, int row_begin, float value_scale,
-                        u32 scratch) {
+                        u32 query, int& pass) {
     const int share = item.slot - item.split_begin, num_shares = item.num_splits();
     const int warp = uniform(static_cast<int>(threadIdx.x) / WARP), lane = threadIdx.x % WARP;
     const int num_units = min(ROWS, TOTAL_ROWS - row_begin) * ROW_UNITS;
@@ -125,7 +124,8 @@ DEVICE void merge_share(const Output& output, const Item& item, int row_begin, f
         doublings++;
     const int place = warp & ((1 << doublings) - 1);  // among the warps of a unit
 
-    for (int first = share; first < num_units; first += num_shares * (MATH_WARPS >> doublings)) {
+    for (int first = share; first < num_units; first += num_shares * (MATH_WARPS >> doublings), pass++) {
+        const u32 scratch = query + pass % 2 * SCRATCH_BYTES;
         const int unit = first + (warp >> doublings) * num_shares;
         const int row = row_begin + unit / ROW_UNITS, first_latent = unit % ROW_UNITS * UNIT_LATENTS;
         UnitSum w;
@@ -138,7 +138,18 @@ DEVICE void merge_share(const Output& output, const Item& item, int row_begin, f
         finish_word(output, scratch, warp - place, doublings,
                     place * (WARP >> doublings) + (lane >> doublings), item.request, row, first_latent,
                     unit < num_units, value_scale);
-        named_barrier(BARRIER_MATH, MATH_THREADS);
+    }
+}
+
+// All split items of a program, the last of which is at hand. No warp reads the query any more.
+DEVICE void merge_items(const Output& output, Item item, const int* work, const int* program_items, int row_begin,
+                        float value_scale, u32 shared) {
+    const int first = load_index(program_items);
+    int index = load_index(program_items + 1) - 1, pass = 0;
+    while (true) {
+        if (item.slot >= 0) merge_share(output, item, row_begin, value_scale, shared + Shared::QUERY, pass);
+        if (--index < first) break;
+        item = Item::load(work, index);
     }
 }
 

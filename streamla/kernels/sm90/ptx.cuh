@@ -347,6 +347,12 @@ template <int REGISTERS> DEVICE void registers_grow() {
 // The value of lane 0 in every lane: tells the compiler that it is uniform in the warp.
 template <typename T> DEVICE T uniform(T v) { return __shfl_sync(FULL_WARP, v, 0); }
 
+// The largest in the warp, by way of integers in the same order; a positive NaN is larger than all.
+DEVICE float warp_max(float v) {
+    const auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+    return __int_as_float(ordered(__reduce_max_sync(FULL_WARP, ordered(__float_as_int(v)))));
+}
+
 // ---- between programs
 
 // Adds 1 to a counter in global memory; everything this thread (and those it met in a barrier before)

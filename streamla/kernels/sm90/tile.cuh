@@ -165,6 +165,10 @@ struct Item {
                      : "l"(row + 4));
         return item;
     }
+    // The request alone: where its query lies.
+    DEVICE static int load_request(const int* work, int index) {
+        return load_index(work + 8 * static_cast<i64>(index));
+    }
     DEVICE int num_tiles() const { return (end - begin + TILE_N - 1) / TILE_N; }
     // Tokens from here on are not in the cache yet.
     DEVICE int cached_end() const { return STEP ? min(end, max(begin, seqlen - SEQLEN_Q)) : end; }
