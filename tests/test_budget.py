@@ -109,6 +109,19 @@ def test_the_wrong_lse_base_is_over_the_budget(inputs, expected):
     assert lse_deviation(lse * torch.tensor(2.0).log().reciprocal(), expected, "2").within
 
 
+def test_an_lse_may_lose_what_float32_sums_of_large_products_lose():
+    """Products of 1e4 that cancel to a score of 30: no float32 sum is right to 1e-3, and none is wrong by 1e-1."""
+    case = dataclasses.replace(CASE, lengths=(1,) * 64, data="all-bytes", k_scale=16.2)
+    inputs = build(case, "cpu", seed=2)
+    expected = expect(inputs)
+    out, lse = run(inputs)
+    assert_within_budget(out, lse, expected)
+    small = expected.lse.isfinite() & (expected.lse.abs() < 100)
+    assert small.any()
+    lse[small] += 0.1
+    assert not lse_deviation(lse, expected, "e").within
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_values_that_are_not_finite_are_over_the_budget(inputs, expected, value):
     out, lse = run(inputs)

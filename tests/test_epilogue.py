@@ -15,6 +15,7 @@ from torch._inductor.utils import run_and_get_code
 import streamla
 from streamla import KVFormat, MLASpec, ops, reference
 from streamla.formats import to_fp8
+from streamla.runtime import capture
 from streamla.testing.epilogue import EPILOGUE, assert_equal
 from streamla.testing.epilogue_build import EpilogueCase, build
 from streamla.testing.interpreter import is_interpreted
@@ -335,9 +336,10 @@ def test_values_on_a_gpu_are_checked_in_debug_mode(monkeypatch, impl, widths):
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("impl", ON_GPU)
-def test_a_capture_is_served_once_warm(seed, impl, widths):
+def test_a_capture_is_served_once_warm(seed, impl, widths, monkeypatch):
     """`warmup` compiles what a bf16 query, or one in the cache's flavour, needs; no capture compiles."""
     hopper.kernel.cache_clear()
+    monkeypatch.setattr(capture, "_launched", set())  # whatever ran before in this process
     case = EpilogueCase("", "", (3,), num_heads=5, **widths)
     graph = torch.cuda.CUDAGraph()
     cold = build(case, GPU, seed)

@@ -19,7 +19,9 @@ from streamla.testing.build import Inputs
 
 SLACK = 2.0
 LSE_ABSOLUTE = 1e-3
-LSE_RELATIVE = 4e-6  # float32 scores: an lse of 1e4 is known to about 1e-2
+LSE_RELATIVE = 4e-6  # an lse of 1e4 is known to about 1e-2
+# Of what the products of a score add up to without their signs: tensor cores truncate sums to the bits of the largest.
+LSE_PRODUCTS = 2.0**-22
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,17 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's result and the eager run's, of one batch of inputs. lse is natural log."""
+    """The oracle's result and the eager run's, of one batch of inputs. lse is natural log.
+
+    Attributes:
+        products: of every row, the products of its scores added up without their signs, a mean with the weights of
+            the keys: what float32 sums of them are relative to.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor
     eager_out: torch.Tensor
+    products: torch.Tensor
 
 
 def expect(inputs: Inputs) -> Expected:
@@ -58,14 +66,15 @@ def expect(inputs: Inputs) -> Expected:
         q_nope, q_pe, inputs.kv_cache, inputs.k_scale, inputs.page_table, inputs.cache_seqlens,
         inputs.spec, inputs.softmax_scale, inputs.case.causal,
     )  # fmt: skip
-    return Expected(out, lse, eager_attention(inputs))
+    return Expected(out, lse, *eager_attention(inputs))
 
 
-def eager_attention(inputs: Inputs) -> torch.Tensor:
-    """Attention as careful low-precision PyTorch does it: no oracle, but the measure of one."""
+def eager_attention(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention as careful low-precision PyTorch does it: no oracle, but the measure of one. And `Expected.products`."""
     spec, case = inputs.spec, inputs.case
     q = torch.cat(inputs.q_halves, -1).float()
     out = q.new_zeros((*q.shape[:3], spec.kv_lora_rank))
+    products = q.new_zeros(q.shape[:3])
     for b, seqlen in enumerate(case.lengths):
         rows = gather_rows(inputs.kv_cache, inputs.page_table[b], 0, seqlen)
         kv = decode_rows(rows, spec, inputs.k_scale).float()
@@ -74,7 +83,9 @@ def eager_attention(inputs: Inputs) -> torch.Tensor:
             if len(seen):
                 weights = ((q[b, s] @ seen.T) * inputs.softmax_scale).softmax(-1)
                 out[b, s] = weights.bfloat16().float() @ seen[:, : spec.kv_lora_rank]
-    return out.bfloat16()
+                sizes = (q[b, s].abs() @ seen.abs().T) * inputs.softmax_scale
+                products[b, s] = (weights * sizes).sum(-1)
+    return out.bfloat16(), products
 
 
 def relative_error(out: torch.Tensor, oracle: torch.Tensor) -> float:
@@ -127,7 +138,9 @@ def lse_deviation(lse: torch.Tensor, expected: Expected, lse_base: str) -> Devia
         return Deviation(torch.inf, 0.0, f"lse: {int(wrong.sum())} elements NaN unlike the oracle")
     finite = oracle.isfinite()
     error = torch.where(finite, actual - oracle, 0.0).abs()
+    products = expected.products.double().nan_to_num(0.0, 0.0, 0.0)
     budget = LSE_ABSOLUTE + LSE_RELATIVE * torch.where(finite, oracle, 0.0).abs()
+    budget += LSE_PRODUCTS * products
     return _worst(error, budget, "lse")
 
 
