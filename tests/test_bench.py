@@ -1,6 +1,7 @@
 """The benchmark measures what it says: its inputs, its floor, and no time for a wrong answer."""
 
 import gc
+import itertools
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
@@ -305,3 +306,14 @@ def test_roof_is_compute_for_many_heads():
 def test_workload_text():
     assert shape((131072,) * 16, MLASpec(16)).label == "128K x 16, 16 heads, bf16"
     assert workloads.tokens_text(777) == "777"
+
+
+def test_replays_are_mixed_and_none_follows_itself():
+    counts = {"floor": 11, "ours": 11, "slow": 3}
+    order = timing._mixed_rounds(counts)
+    assert {name: order.count(name) for name in counts} == counts
+    assert all(a != b for a, b in itertools.pairwise(order))
+    followed_by = {after for before, after in itertools.pairwise(order) if before == "floor"}
+    assert followed_by == {"ours", "slow"}
+    assert order == timing._mixed_rounds(counts)
+    assert timing._mixed_rounds({"alone": 3}) == ["alone"] * 3
