@@ -31,9 +31,10 @@ def test_a_tile_is_multiplied_without_padding_or_serialised_wgmma(name, halves):
     assert f.opcodes["HGMMA"] == (KEY_STEPS + VALUE_STEPS) // halves
     # A compiler that serialises wgmma fences and waits around every one of them.
     assert f.opcodes["WARPGROUP"] < f.opcodes["HGMMA"]
-    # Two fp8 values an instruction: 64 x 512 as keys and as values, over the team's threads. Rope is bf16.
+    # Two fp8 values an instruction: 64 x 512 as keys and as values, over the team's threads. Rope is bf16. The
+    # rest packs probabilities, and results once for each team and place they go to.
     widening = 64 * (512 + 512) // 2 // (128 * halves)
-    assert widening <= f.opcodes["F2FP"] < 1.5 * widening
+    assert widening <= f.opcodes["F2FP"] < 2 * widening
 
 
 @pytest.mark.parametrize(
