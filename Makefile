@@ -4,6 +4,7 @@
 # make results every number of README and of the folder OUT, beside the peers that are installed: minutes of a GPU.
 #              TRACE adds its traffic; OTHERS names a folder of the peers that cannot share a process with the rest;
 #              VLLM the extension of a vLLM wheel that is not installed, for its epilogue
+# make verified every case against the oracle in JOBS processes, into OUT; a part of `results`
 # make figures the figures of README from the results in FROM, as they were committed
 # make lint    linters and type checker
 #
@@ -20,6 +21,7 @@ OUT ?= benchmarks/results/h200
 OTHERS ?=
 VLLM ?=
 FROM ?= $(OUT)/blog.json
+JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 
 # A torch that is installed already knows its GPU; without a GPU the CPU build is enough, and naming one
 # version keeps pip from fetching gigabytes of CUDA. Triton 3.6.0 is what runs there as an interpreter.
@@ -77,8 +79,8 @@ others: $(INSTALLED_bench)
 	PYTHONPATH=$(OTHERS):$$PYTHONPATH $(BENCH) --grid blog --impl none --peers flashmla-tokenspeed,tileops,tileops-bf16 --json $(OUT)/others.json
 
 verified: $(INSTALLED_bench)
-	$(PY) -m streamla verify --failures --json $(OUT)/verify.json
-	$(PY) -m streamla verify --impl portable --failures --json $(OUT)/verify-portable.json
+	$(PY) -m streamla verify --jobs $(JOBS) --failures --json $(OUT)/verify.json
+	$(PY) -m streamla verify --jobs $(JOBS) --impl portable --failures --json $(OUT)/verify-portable.json
 
 results: verified measured
 	$(MAKE) tables figures

@@ -7,7 +7,7 @@ from streamla.testing.cases import CASES, HEAD_COUNTS, Case, case_by_name
 from streamla.testing.checks import check_case
 from streamla.testing.invariants import INVARIANTS, Invariant
 from streamla.testing.patterns import PATTERNS
-from streamla.testing.verify import FAILED, PASSED, SKIPPED, verify, why_skipped
+from streamla.testing.verify import FAILED, PASSED, SKIPPED, check_of, verify, why_skipped
 
 CPU = torch.device("cpu")
 ON_CPU = [case for case in CASES if not case.gpu]
@@ -74,10 +74,10 @@ def test_cases_have_distinct_names_reasons_and_known_patterns():
 
 
 def test_verify_reports_passes_skips_and_failures(monkeypatch, seed):
-    cases = [case_by_name("empty-first"), case_by_name("gpu-million")]
+    checks = [check_of(case_by_name(name)) for name in ("empty-first", "gpu-million")]
     seen = []
     results = verify(
-        "reference", "cpu", cases, lambda done, total, result: seen.append((done, total)), seed
+        "reference", "cpu", checks, lambda done, total, result: seen.append((done, total)), seed
     )
     assert seen[-1] == (len(results), len(results))
     by_case = {result.name: result for result in results}
@@ -95,6 +95,6 @@ def test_verify_reports_passes_skips_and_failures(monkeypatch, seed):
         streamla.reference, "attend",
         lambda q, kv, rank, scale: right(q, kv, rank, scale * (1 if q.dtype is torch.float64 else 1.1)),
     )  # fmt: skip
-    (failed, *_) = verify("reference", "cpu", cases[:1], None, seed)
+    (failed, *_) = verify("reference", "cpu", checks[:1], None, seed)
     assert failed.status == FAILED
     assert "budget" in failed.detail

@@ -23,6 +23,7 @@ def verify(
         str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the values and the order of pages.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that run cases side by side.")] = 1,
     failures: Annotated[bool, typer.Option(help="List only what did not pass.")] = False,
     json: console.JsonOption = None,
 ) -> None:
@@ -38,7 +39,7 @@ def verify(
             if result.status == "failed":  # at once: the rest may take minutes
                 bar.print(f"[red]{result.name} failed[/]: {escape(result.detail)}", highlight=False)
 
-        results = run_cases(impl, device, progress=step, seed=seed, only=only)
+        results = run_cases(impl, device, progress=step, seed=seed, only=only, jobs=jobs)
 
     if not results:
         raise ValueError(f"only: no case has a name that contains {only!r}")

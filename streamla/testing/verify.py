@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,9 +23,10 @@ from streamla.testing.checks import check_case
 from streamla.testing.epilogue import EPILOGUE
 from streamla.testing.epilogue_build import EpilogueCase
 from streamla.testing.interpreter import is_interpreted, repair
-from streamla.testing.invariants import INVARIANTS
+from streamla.testing.invariants import INVARIANTS, Invariant
 from streamla.testing.overlap import OVERLAP
 from streamla.testing.step import STEP
+from streamla.testing.workers import Died, run_jobs
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -53,46 +55,70 @@ class Result:
 Progress = Callable[[int, int, Result], None]
 
 
+def check_of(case: Case) -> Invariant:
+    """What every case is put through, as a check."""
+    return Invariant(case.name, case.reason, case, check_case)
+
+
+CHECKS: tuple[Invariant, ...] = (
+    *(check_of(case) for case in CASES),
+    *INVARIANTS,
+    *EPILOGUE,
+    *STEP,
+    *OVERLAP,
+)
+
+
 def verify(
     impl: str = "auto",
     device: torch.device | str | None = None,
-    cases: Iterable[Case] = CASES,
+    checks: Iterable[Invariant] = CHECKS,
     progress: Progress | None = None,
     seed: int = 0,
     only: str | None = None,
+    jobs: int = 1,
 ) -> list[Result]:
-    """Run `cases`, then the checks of `invariants.py`, `epilogue.py`, `step.py` and `overlap.py`.
+    """Run `checks`: the cases, then those of `invariants.py`, `epilogue.py`, `step.py` and `overlap.py`.
 
     Args:
         impl: an implementation's name; with "auto" each case runs what would be chosen for it.
         device: where to run; the GPU if there is one.
         progress: called after each with (number done, number in all, result).
         only: run just the cases and checks whose name contains this.
+        jobs: processes to run them in. One that ends fails the check that it ran, and no other. Results have the
+            order of `checks` all the same.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
-    invariants = [*INVARIANTS, *EPILOGUE, *STEP, *OVERLAP]
+    checks = [check for check in checks if only is None or only in check.name]
+    results: dict[int, Result] = {}
+    ended = run_jobs([partial(run_check, check, impl, device, seed) for check in checks], jobs)
+    with closing(ended):
+        for number, result in ended:
+            if isinstance(result, Died):
+                check, detail = checks[number], f"its process ended, exit code {result.exitcode}"
+                result = Result(check.name, check.reason, FAILED, detail=detail)
+            results[number] = result
+            if progress is not None:
+                progress(len(results), len(checks), result)
+    return [results[number] for number in range(len(checks))]
+
+
+def run_check(check: Invariant, impl: str, device: torch.device, seed: int) -> Result:
+    """What becomes of `check` in this process."""
+    case = check.case
     # Triton's interpreter needs its float conversions put right, and small widths.
     if impl == "portable" and is_interpreted(device):
         repair()
-        cases = [case.narrow() for case in cases]
-        invariants = [replace(i, case=i.case.narrow()) for i in invariants]
-    jobs: list[tuple[str, str, Case, Callable[[], Deviation]]] = [
-        (case.name, case.reason, case, partial(check_case, case, impl, device, seed))
-        for case in cases
-    ]
-    jobs += [
-        (i.name, i.reason, i.case, partial(i.check, i.case, impl, device, seed)) for i in invariants
-    ]
-    jobs = [job for job in jobs if only is None or only in job[0]]
-    results: list[Result] = []
-    for name, reason, case, job in jobs:
-        result = run_job(name, reason, why_skipped(case, impl, device), job)
-        results.append(result)
-        if progress is not None:
-            progress(len(results), len(jobs), result)
-    return results
+        case = case.narrow()
+
+    def job() -> Deviation:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # other processes check on this GPU too
+        return check.check(case, impl, device, seed)
+
+    return run_job(check.name, check.reason, why_skipped(case, impl, device), job)
 
 
 def why_skipped(case: Case, impl: str, device: torch.device) -> str | None:
