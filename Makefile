@@ -5,6 +5,7 @@
 #              TRACE adds its traffic; OTHERS names a folder of the peers that cannot share a process with the rest;
 #              VLLM the extension of a vLLM wheel that is not installed, for its epilogue
 # make verified every case against the oracle in JOBS processes, into OUT; a part of `results`
+# make sanitized  every kernel of IMPL on small shapes under compute-sanitizer's memcheck, synccheck and racecheck
 # make figures the figures of README from the results in FROM, as they were committed
 # make lint    linters and type checker
 #
@@ -21,6 +22,7 @@ OUT ?= benchmarks/results/h200
 OTHERS ?=
 VLLM ?=
 FROM ?= $(OUT)/blog.json
+IMPL ?= sm90
 JOBS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores : 8)))
 
 # A torch that is installed already knows its GPU; without a GPU the CPU build is enough, and naming one
@@ -38,7 +40,7 @@ INSTALLED_bench := $(VENV)/.installed-bench
 INSTALLED_dev := $(VENV)/.installed-dev
 endif
 
-.PHONY: help test lint bench results measured others verified tables figures clean use-installed-bench use-installed-dev
+.PHONY: help test lint bench results measured others verified sanitized tables figures clean use-installed-bench use-installed-dev
 .DEFAULT_GOAL := help
 
 help:
@@ -81,6 +83,15 @@ others: $(INSTALLED_bench)
 verified: $(INSTALLED_bench)
 	$(PY) -m streamla verify --jobs $(JOBS) --failures --json $(OUT)/verify.json
 	$(PY) -m streamla verify --jobs $(JOBS) --impl portable --failures --json $(OUT)/verify-portable.json
+
+# The filter leaves out torch's kernels. racecheck follows kernels that are built for it (streamla/runtime/nvrtc.py).
+SANITIZER = compute-sanitizer --print-limit 20 --show-backtrace no --kernel-name kns=mla_ --error-exitcode 1
+SANITIZED = $(PY) -m streamla.testing.sanitized --impl $(IMPL)
+
+sanitized: $(INSTALLED_bench)
+	$(SANITIZER) --tool memcheck --report-api-errors no $(SANITIZED)
+	$(SANITIZER) --tool synccheck $(SANITIZED)
+	STREAMLA_RACECHECK=1 $(SANITIZER) --tool racecheck $(SANITIZED)
 
 results: verified measured
 	$(MAKE) tables figures

@@ -72,10 +72,10 @@ def test_no_job_needs_no_worker_and_the_last_may_die():
     assert list(run_jobs([partial(os._exit, 3)], 2)) == [(0, Died(3))]
 
 
-def test_the_command_runs_jobs_and_interprets_kernels_in_them(device, tmp_path):
+def test_the_command_runs_jobs_and_interprets_kernels_in_them_without_a_gpu(tmp_path):
     command = ["verify", "--jobs", "2", "--only", "wild-pages-none", "--impl", "portable"]
     path = tmp_path / "verify.json"
-    done = CliRunner().invoke(app, [*command, "--device", device.type, "--json", str(path)])
+    done = CliRunner().invoke(app, [*command, "--json", str(path)])
     assert done.exit_code == 0, done.output
     (result,) = json.loads(path.read_text())
     assert result["status"] == PASSED
