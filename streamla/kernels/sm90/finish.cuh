@@ -2,8 +2,8 @@
 // (fp32, normalised) or, if the item is the whole request, as the output itself (bf16).
 //
 // Each team finishes half of the rows. It sends its accumulators of the other's rows through the last stage it has
-// read, which it has not released yet. All warps run this code at once, so its time is its number of instructions:
-// which rows a team finishes is known at compile time, and nothing waits for global memory before the teams meet.
+// read, which it has not released yet. Nobody else is on the SM meanwhile: which rows a team finishes is known at compile
+// time, and nothing waits for global memory.
 #pragma once
 
 #include "exchange.cuh"
