@@ -4,7 +4,7 @@
 //     nvcc -std=c++17 -O3 -gencode arch=compute_90a,code=sm_90a -I streamla/kernels/sm90 -o rate docs/wgmma_rate.cu && ./rate
 #include <cstdio>
 
-#include "ptx.cuh"
+#include "wgmma.cuh"
 
 using namespace streamla;
 

@@ -1,5 +1,4 @@
-// What the bf16 kernel needs of PTX beyond ptx.cuh: tensor copies, asynchronous 16-byte copies, and wgmma with both
-// operands in shared memory.
+// What the bf16 kernel needs of PTX beyond ptx.cuh: tensor copies and asynchronous 16-byte copies.
 #pragma once
 
 #include "ptx.cuh"
@@ -58,53 +57,6 @@ DEVICE u32 finite_bfloat2(u32 v) {
     asm("max.bf16x2 %0, %0, %1;" : "+r"(v) : "r"(LOWEST));
     asm("min.bf16x2 %0, %0, %1;" : "+r"(v) : "r"(LARGEST));
     return v;
-}
-
-// d (64 x N fp32) = a (64 x 16 bf16, shared) * b (16 x N bf16, shared) + (accumulate ? d : 0).
-// An operand is transposed if its M or N is the contiguous dimension in shared memory, else K is.
-template <bool A_TRANSPOSED, bool B_TRANSPOSED>
-DEVICE void wgmma_bf16(float (&d)[4], u64 a, u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3}, "
-                 "%4, %5, p, 1, 1, %7, %8;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
-                   "n"(static_cast<int>(B_TRANSPOSED)));
-}
-template <bool A_TRANSPOSED, bool B_TRANSPOSED>
-DEVICE void wgmma_bf16(float (&d)[8], u64 a, u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-                 "%8, %9, p, 1, 1, %11, %12;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-                 "+f"(d[7])
-                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
-                   "n"(static_cast<int>(B_TRANSPOSED)));
-}
-template <bool A_TRANSPOSED, bool B_TRANSPOSED>
-DEVICE void wgmma_bf16(float (&d)[12], u64 a, u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %14, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
-                 "%12, %13, p, 1, 1, %15, %16;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-                 "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
-                   "n"(static_cast<int>(B_TRANSPOSED)));
-}
-template <bool A_TRANSPOSED, bool B_TRANSPOSED>
-DEVICE void wgmma_bf16(float (&d)[16], u64 a, u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                 "%16, %17, p, 1, 1, %19, %20;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-                 "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-                 "+f"(d[14]), "+f"(d[15])
-                 : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(A_TRANSPOSED)),
-                   "n"(static_cast<int>(B_TRANSPOSED)));
 }
 
 }  // namespace streamla

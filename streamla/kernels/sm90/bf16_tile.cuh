@@ -8,6 +8,7 @@
 #pragma once
 
 #include "bf16_ptx.cuh"
+#include "wgmma.cuh"
 
 namespace streamla {
 

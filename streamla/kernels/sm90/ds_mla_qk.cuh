@@ -5,7 +5,6 @@
 // of two wgmmas. A half takes two groups and 32 values of the rope.
 #pragma once
 
-#include "ds_mla_ptx.cuh"
 #include "qk.cuh"
 
 namespace streamla {

@@ -1,4 +1,4 @@
-// Hopper's own instructions as small functions: mbarriers, bulk copies, wgmma, conversions, and the
+// Hopper's own instructions as small functions: mbarriers, bulk copies, conversions, and the
 // loads, stores and barriers that need an address space or an ordering C++ cannot express.
 // Compiles under NVRTC: no header is included.
 #pragma once
@@ -95,14 +95,6 @@ DEVICE void store_matrix_x4(u32 address, u32 m0, u32 m1, u32 m2, u32 m3) {
                  :: "r"(address), "r"(m0), "r"(m1), "r"(m2), "r"(m3) : "memory");
 }
 
-DEVICE void store_shared_half(u32 address, float v) {
-    asm volatile("{\n"
-                 ".reg .b16 h;\n"
-                 "cvt.rn.f16.f32 h, %1;\n"
-                 "st.shared.b16 [%0], h;\n"
-                 "}" :: "r"(address), "f"(v) : "memory");
-}
-
 // ---- ordering
 
 // What this thread stored to shared memory becomes visible to wgmma and to the copy engine. Execute it
@@ -179,7 +171,6 @@ DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 barrie
         "[%0], [%1], %2, [%3], %4;"
         :: "r"(destination), "l"(source), "r"(bytes), "r"(barrier), "l"(l2_policy) : "memory");
 }
-DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" :: "l"(p)); }
 
 // One 16-byte store, which the compiler may not take apart.
 DEVICE void store_global(float* p, float4 v) {
@@ -252,87 +243,6 @@ DEVICE u32 max_half2(u32 a, u32 b) {
     u32 r;
     asm("max.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
-}
-
-// ---- wgmma
-
-// Shared-memory matrix descriptor. Offsets in bytes; their meaning depends on the swizzle and on which
-// dimension is contiguous (PTX ISA, "Matrix descriptor format").
-enum Swizzle : u64 { SWIZZLE_NONE = 0, SWIZZLE_128 = 1, SWIZZLE_64 = 2, SWIZZLE_32 = 3 };
-DEVICE u64 matrix_descriptor(u32 address, u32 leading_bytes, u32 stride_bytes, Swizzle swizzle) {
-    return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(leading_bytes >> 4) << 16 |
-           static_cast<u64>(stride_bytes >> 4) << 32 | static_cast<u64>(swizzle) << 62;
-}
-DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> DEVICE void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
-}
-
-// d (64 x N fp32) = a (64 x 16 fp16, registers) * b (16 x N fp16, shared) + (accumulate ? d : 0).
-// N_MAJOR: b's N is the contiguous dimension in shared memory, else its K.
-template <bool N_MAJOR> DEVICE void wgmma_f16(float (&d)[4], const u32 (&a)[4], u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %9, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, %10;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
-                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
-}
-template <bool N_MAJOR> DEVICE void wgmma_f16(float (&d)[8], const u32 (&a)[4], u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, p, 1, 1, %14;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-                   "+f"(d[7])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
-                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
-}
-template <bool N_MAJOR> DEVICE void wgmma_f16(float (&d)[12], const u32 (&a)[4], u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %17, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, %16, p, 1, 1, "
-                 "%18;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-                   "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
-                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
-}
-template <bool N_MAJOR> DEVICE void wgmma_f16(float (&d)[16], const u32 (&a)[4], u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                 "{%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-                   "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-                   "+f"(d[14]), "+f"(d[15])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
-                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
-}
-template <bool N_MAJOR> DEVICE void wgmma_f16(float (&d)[24], const u32 (&a)[4], u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23}, "
-                 "{%24, %25, %26, %27}, %28, p, 1, 1, %30;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
-                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
-}
-template <bool N_MAJOR> DEVICE void wgmma_f16(float (&d)[32], const u32 (&a)[4], u64 b, bool accumulate) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                 "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
-                   "r"(static_cast<int>(accumulate)), "n"(static_cast<int>(N_MAJOR)));
 }
 
 // ---- roles

@@ -6,7 +6,7 @@
 // softmax and the latents of P V. One more warp loads.
 #pragma once
 
-#include "ptx.cuh"
+#include "wgmma.cuh"
 
 // Defined as 1 for fp8_ds_mla rows: 512 e4m3 latents, a fp32 scale for each 128 of them, 64 bf16 rope values.
 #ifndef STREAMLA_GROUP_SCALES
@@ -19,7 +19,7 @@
 
 namespace streamla {
 
-// Compile-time facts, set by attention.py.
+// Compile-time facts, set by narrow.py and ds_mla.py.
 constexpr int NUM_HEADS = STREAMLA_NUM_HEADS;
 constexpr int SEQLEN_Q = STREAMLA_SEQLEN_Q;
 constexpr int PAGE_SIZE = STREAMLA_PAGE_SIZE;

@@ -6,7 +6,7 @@
 //     out^T    (512 latents x COLUMNS) = V^T (512 x 64)  P^T      A = V^T in registers, B = P in shared memory
 #pragma once
 
-#include "ptx.cuh"
+#include "wgmma.cuh"
 
 namespace streamla {
 
@@ -120,11 +120,6 @@ struct Lane {
     // Scores: the token in accumulator row (lane_row, 0); row (lane_row, 1) is 4 tokens on. Warp w takes the
     // 16 tokens that are step w of the second product, four neighbours from each half.
     DEVICE int score_token() const { return lane_row / 4 * HALF + 8 * warp + lane_row % 4; }
-    // Its place among the 64 tokens of the second product; row (lane_row, 1) is 8 on. Follows from
-    // `value_token`.
-    DEVICE int score_place() const {
-        return 16 * warp + lane_row / 4 * 4 + lane_row % 2 * 2 + lane_row / 2 % 2;
-    }
     // Values: the tokens of places 2 * lane_pair + {0, 1, 8, 9} of a step are this one + {0, 2, 4, 6}; a step
     // is 8 on.
     DEVICE int value_token() const { return lane_pair / 2 * HALF + lane_pair % 2; }
