@@ -133,17 +133,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         registers_shrink<LOAD_REGISTERS>();
         const int* program_items = work_indptr + program;
         if (threadIdx.x < EMPTIER) {
-            if (threadIdx.x == LOADER) ring.init();
-            __syncwarp();
-            ring.announce();
-            wait_for_previous_grid();
-            allow_next_grid();
-            load_items(work, program_items, {kv_cache, page_stride, token_stride, page_table, table_stride}, ring);
+            run_loader(work, program_items, {kv_cache, page_stride, token_stride, page_table, table_stride}, ring);
         } else if (threadIdx.x < FIRST_WRITER) {
-            ring.wait_as_emptier();
-            wait_for_previous_grid();
-            if (counters)
-                empty_slots({out_partial, lse_partial}, work, program_items, row_begin, counters, ring.shared);
+            run_emptier({out_partial, lse_partial}, work, program_items, row_begin, counters, ring);
         }
     } else {
         registers_grow<MATH_REGISTERS>();

@@ -171,13 +171,8 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_merge_wide(
     u16* out, i64 out_request, i64 out_query, i64 out_head,
     float* lse, i64 lse_request, i64 lse_query, i64 lse_head,
     const float* out_partial, const float* lse_partial, float lse_scale) {
-    __shared__ MergeScratch scratch;
-    const int request = blockIdx.y, begin = split_indptr[request], end = split_indptr[request + 1];
-    wait_for_previous_grid();
-    if (begin < end)
-        merge_row<false>(out_partial, lse_partial, begin, end - begin, blockIdx.x, blockIdx.z * MERGE_LATENTS,
-                  out + Rows{out_request, out_query, out_head}.offset(request, blockIdx.x),
-                  lse + Rows{lse_request, lse_query, lse_head}.offset(request, blockIdx.x), lse_scale, scratch);
+    merge_request<false>(split_indptr, out, {out_request, out_query, out_head}, lse,
+                         {lse_request, lse_query, lse_head}, out_partial, lse_partial, lse_scale);
 }
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_merge_wide_ahead(
@@ -185,11 +180,6 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_merge_wide_ahead
     u16* out, i64 out_request, i64 out_query, i64 out_head,
     float* lse, i64 lse_request, i64 lse_query, i64 lse_head,
     const float* out_partial, const float* lse_partial, float lse_scale) {
-    __shared__ MergeScratch scratch;
-    const int request = blockIdx.y, begin = split_indptr[request], end = split_indptr[request + 1];
-    wait_for_previous_grid();
-    if (begin < end)
-        merge_row<true>(out_partial, lse_partial, begin, end - begin, blockIdx.x, blockIdx.z * MERGE_LATENTS,
-                  out + Rows{out_request, out_query, out_head}.offset(request, blockIdx.x),
-                  lse + Rows{lse_request, lse_query, lse_head}.offset(request, blockIdx.x), lse_scale, scratch);
+    merge_request<true>(split_indptr, out, {out_request, out_query, out_head}, lse,
+                        {lse_request, lse_query, lse_head}, out_partial, lse_partial, lse_scale);
 }

@@ -7,7 +7,7 @@
 // resident (a cooperative launch), so they may wait for each other.
 #pragma once
 
-#include "tile.cuh"
+#include "load.cuh"
 
 namespace streamla {
 
@@ -53,9 +53,12 @@ struct Exchange {
 };
 
 // The spare warp. counters[request] counts the emptied slots of all launches since the plan was made: it is a
-// multiple of what one launch empties whenever none is missing.
-DEVICE void empty_slots(const Exchange& exchange, const int* work, const int* program_items, int row_begin,
-                        int* counters, u32 shared) {
+// multiple of what one launch empties whenever none is missing. Null: no program of this launch merges.
+DEVICE void run_emptier(const Exchange& exchange, const int* work, const int* program_items, int row_begin,
+                        int* counters, const Ring& ring) {
+    ring.wait_as_emptier();
+    wait_for_previous_grid();
+    if (!counters) return;
     const int lane = threadIdx.x % WARP;
     const int first = load_index(program_items), last = load_index(program_items + 1);
     for (int index = first; index < last; index++) {
@@ -74,7 +77,7 @@ DEVICE void empty_slots(const Exchange& exchange, const int* work, const int* pr
         while (item.slot >= 0 && load_acquire(counters + item.request) % arrivals) {
         }
     }
-    mbarrier_arrive(shared + Shared::EMPTIED);
+    mbarrier_arrive(ring.shared + Shared::EMPTIED);
 }
 DEVICE void wait_until_emptied(u32 shared) { mbarrier_wait(shared + Shared::EMPTIED, 0); }
 

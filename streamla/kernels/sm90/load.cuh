@@ -123,8 +123,13 @@ DEVICE int count_tiles(const int* work, int index, int last_item) {
     return __reduce_add_sync(FULL_WARP, index + lane < last_item ? Item::load(work, index + lane).num_tiles() : 0);
 }
 
-// The loading warp: all items of its program.
-DEVICE void load_items(const int* work, const int* program_items, const Cache& cache, const Ring& ring) {
+// The loading warp: makes the mbarriers, then all items of its program.
+DEVICE void run_loader(const int* work, const int* program_items, const Cache& cache, const Ring& ring) {
+    if (threadIdx.x == LOADER) ring.init();
+    __syncwarp();
+    ring.announce();
+    wait_for_previous_grid();
+    allow_next_grid();
     const u64 l2_policy = ROW_TILES > 1 ? l2_evict_normal() : l2_evict_first();
     const int first_item = load_index(program_items), last_item = load_index(program_items + 1);
     const int in_flight = tiles_in_flight(count_tiles(work, first_item, last_item));

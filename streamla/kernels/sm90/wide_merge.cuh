@@ -111,4 +111,18 @@ DEVICE void merge_row(
     if (latent == 0 && lane == 0) *lse = (base + log2_approx(mass) * LN_2) * lse_scale;
 }
 
+// The row blockIdx.x of request blockIdx.y, if it was split, and of it the latents of block blockIdx.z.
+template <bool READ_AHEAD>
+DEVICE void merge_request(
+    const int* split_indptr, u16* out, const Rows& out_rows, float* lse, const Rows& lse_rows,
+    const float* out_partial, const float* lse_partial, float lse_scale) {
+    __shared__ MergeScratch scratch;
+    const int request = blockIdx.y, begin = split_indptr[request], end = split_indptr[request + 1];
+    wait_for_previous_grid();
+    if (begin < end)
+        merge_row<READ_AHEAD>(out_partial, lse_partial, begin, end - begin, blockIdx.x, blockIdx.z * MERGE_LATENTS,
+                              out + out_rows.offset(request, blockIdx.x), lse + lse_rows.offset(request, blockIdx.x),
+                              lse_scale, scratch);
+}
+
 }  // namespace streamla
