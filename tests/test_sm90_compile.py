@@ -53,10 +53,6 @@ def test_a_wide_tile_is_multiplied_without_spills_or_serialised_wgmma(name):
     assert f.opcodes["WARPGROUP"] < f.opcodes["HGMMA"] / 2  # four wgmma a commit group
 
 
-def test_as_many_blocks_of_the_wide_merge_that_reads_ahead_fit_as_its_launcher_counts_on():
-    assert facts("merge-wide-ahead/").programs_per_unit >= wide.MERGE_AHEAD_BLOCKS
-
-
 @pytest.mark.parametrize("rows", [33, 48, 64, 72, 96, 128])
 def test_shared_memory_fits_one_wide_program(rows):
     assert wide.shared_bytes(MLASpec(rows, KVFormat.FP8_E4M3FN)) <= SHARED_LIMIT

@@ -12,7 +12,7 @@ _FP8 = {**_ATTENTION, "q_dtype": "bf16", "kv_dtype": "fp8"}
 OWN: tuple[Family, ...] = (
     Family("streamla", "plan", r"^mla_plan(?:_by_length)?_kernel$"),
     Family("streamla", "epilogue", r"^mla_epilogue_kernel$"),
-    Family("streamla", "merge", r"^mla_merge(?:_kernel|_wide|_wide_ahead|_bf16|_ds_mla)?$"),
+    Family("streamla", "merge", r"^mla_merge(?:_kernel)?$"),
     Family(
         "streamla-portable", ATTENTION, r"^mla_attention_kernel$",
         {**_ATTENTION, "merge": "mla_merge_kernel", "row_steps": (16,)},
@@ -38,7 +38,7 @@ OWN: tuple[Family, ...] = (
     ),
     Family(
         "streamla-sm90", ATTENTION, r"^mla_attention_wide$",
-        {**_FP8, "merge": "mla_merge_wide", "row_steps": (16, 32, 48, 64)},
+        {**_FP8, "merge": "in the same kernel", "row_steps": (16, 32, 48, 64)},
         note="one binary a shape: the tile is the least of 16, 32, 48 and 64 rows that holds the rows",
     ),
 )  # fmt: skip

@@ -15,6 +15,8 @@ from streamla.kernels.portable.plan import plan
 from streamla.kernels.sm90 import bf16, ds_mla, narrow, wide
 from streamla.kernels.sm90.epilogue import epilogue, warm_epilogue
 from streamla.kernels.sm90.epilogue import why_not as why_no_epilogue
+from streamla.kernels.sm90.merge import merge
+from streamla.kernels.sm90.merge import warmup as warm_merge
 from streamla.plan import CostModel, DecodePlan
 from streamla.spec import KVFormat, MLASpec
 from streamla.step import NewTokens
@@ -90,10 +92,6 @@ def attention(
     )  # fmt: skip
 
 
-def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
-    _kernels(plan.spec).merge(plan, out, lse, lse_scale)
-
-
 def decode(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
@@ -137,3 +135,4 @@ def warmup(spec: MLASpec, batch_sizes: list[int], device: torch.device) -> None:
     """Compile and load what `spec` needs; the batch size is no compile-time fact."""
     with torch.cuda.device(device):
         _kernels(spec).warmup(spec)
+        warm_merge(spec)

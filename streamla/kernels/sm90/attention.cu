@@ -3,22 +3,12 @@
 // A program walks its items: the query goes to shared memory, tile after tile is accumulated, the result is
 // stored. docs/attention-sm90.md explains the pipeline and its budget.
 
-#include "load.cuh"
-#include "merge.cuh"
+#include "program.cuh"
 #include "qk.cuh"
 #include "query.cuh"
 #include "step.cuh"
 
 namespace streamla {
-
-struct Softmaxing {
-    float softmax_scale;
-    const float* k_scale;  // null: 1
-    bool causal;
-
-    DEVICE float value_scale() const { return k_scale ? load_float(k_scale) : 1.0f; }
-    DEVICE float score_scale() const { return softmax_scale * LOG2_E * value_scale(); }
-};
 
 constexpr int VALUE_BUFFERS = 2;          // units of values in registers, widened
 constexpr int AHEAD = ROWS <= 24 ? 2 : 1;  // units of values on their way from shared memory; few registers are left
@@ -83,43 +73,17 @@ DEVICE void attend_tile(RowValues& sums, Accumulator& acc, const Range& range, i
 DEVICE void run_math(const Query& query, const Output& output, const Softmaxing& how, const int* work,
                      const int* program_items, int row_begin, const Rope& rope, const Ring& ring) {
     const Lane lane = Lane::here();
-    const u32 shared = ring.shared;
-    const float value_scale = how.value_scale();
-    const int last_item = load_index(program_items + 1);
-    int index = load_index(program_items), position = 0;
-    Item item{};
-    item.slot = -1;
-    int request = index < last_item ? Item::load_request(work, index) : 0;
-    for (; index < last_item; index++) {
-        item = Item::load(work, index);
-        load_query(query, request, row_begin, shared, how.score_scale(), [&](QueryRows& rows) {
-            if (STEP) rotate_query(rows, rope, request, row_begin);
+    walk_items<OneRange>(
+        output, how.causal, how.value_scale(), work, program_items, row_begin, ring, lane,
+        [&](int request) {
+            load_query(query, request, row_begin, ring.shared, how.score_scale(), [&](QueryRows& rows) {
+                if (STEP) rotate_query(rows, rope, request, row_begin);
+            });
+        },
+        [&] { reset_max(ring.shared, lane); },
+        [&](RowValues& sums, Accumulator& acc, const Range& range, int token, int position, bool goes_on) {
+            attend_tile(sums, acc, range, token, row_begin, ring, position, goes_on, lane);
         });
-        named_barrier(BARRIER_MATH, MATH_THREADS);
-        reset_max(shared, lane);  // no warp still reads those of the item before
-        named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);
-
-        Accumulator acc;
-#pragma unroll
-        for (int j = 0; j < RUNS * M_TILES; j++) {
-#pragma unroll
-            for (int i = 0; i < ROWS / 2; i++) acc[j][i] = 0.0f;
-        }
-        RowValues sums;
-#pragma unroll
-        for (int c = 0; c < GROUPS; c++) sums[c][0] = sums[c][1] = 0.0f;
-
-        const Range range = Range::of(item, how.causal);
-        const int origin = item.begin - position * TILE_N;  // token of ring position 0
-        const int skip = (lane.team - position % TEAMS + TEAMS) % TEAMS, end = position + item.num_tiles();
-        for (int tile = position + skip; tile < end; tile += TEAMS)
-            attend_tile(sums, acc, range, origin + tile * TILE_N, row_begin, ring, tile, tile + TEAMS < end,
-                        lane);
-        if (index + 1 < last_item) request = Item::load_request(work, index + 1);  // on its way meanwhile
-        finish_item(sums, acc, output, item, row_begin, ring, position, end, value_scale);
-        position = end;
-    }
-    if (output.merges) merge_items(output, item, work, program_items, row_begin, value_scale, shared);
 }
 
 }  // namespace streamla
@@ -193,21 +157,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         ring.wait_as_math();
         run_math(query, output, how, work, work_indptr + program, row_begin, rope, ring);
     }
-}
-
-// The merge in a launch of its own.
-extern "C" __global__ void __launch_bounds__(LATENT / 4)
-    mla_merge(const int* split_indptr, u16* out, i64 out_batch, i64 out_query, i64 out_head,
-              int out_aligned, float* lse, i64 lse_batch, i64 lse_query, i64 lse_head,
-              const float* out_partial, const float* lse_partial, float lse_scale) {
-    const Output output{out,
-                        lse,
-                        {out_batch, out_query, out_head},
-                        {lse_batch, lse_query, lse_head},
-                        nullptr,
-                        nullptr,
-                        out_aligned != 0,
-                        lse_scale,
-                        false};
-    merge_row(output, split_indptr, out_partial, lse_partial);
 }

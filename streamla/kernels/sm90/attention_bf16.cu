@@ -101,7 +101,7 @@ DEVICE void run_math(const Output& output, float score_scale, bool causal, Items
 
 using namespace streamla;
 
-// counters == 0: leave the partials to mla_merge_bf16.
+// counters == 0: leave the partials to mla_merge.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mla_attention_bf16(const u16* q_nope, i64 q_nope_batch, i64 q_nope_query, i64 q_nope_head, const u16* q_pe,
                        i64 q_pe_batch, i64 q_pe_query, i64 q_pe_head, int q_aligned,
@@ -132,20 +132,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         run_query(query, Items::of(work, first_item, last_item), warp - MATH_WARPS - LOAD_WARPS, shared);
     }
     if (counters) merge_items(output, counters, work, first_item, last_item, shared + Shared::SLOT);
-}
-
-// Grid (TOTAL_ROWS, batch), LATENT / 4 threads. A request that was not split is final already.
-extern "C" __global__ void __launch_bounds__(LATENT / 4)
-    mla_merge_bf16(const int* split_indptr, u16* out, i64 out_batch, i64 out_query, i64 out_head, int out_aligned,
-                   float* lse, i64 lse_batch, i64 lse_query, i64 lse_head, const float* out_partial,
-                   const float* lse_partial, float lse_scale) {
-    const int row = blockIdx.x, request = blockIdx.y, latent = threadIdx.x * 4;
-    const int begin = __ldg(split_indptr + request), end = __ldg(split_indptr + request + 1);
-    if (begin == end) return;
-    const Output output{out, lse, {out_batch, out_query, out_head}, {lse_batch, lse_query, lse_head},
-                        const_cast<float*>(out_partial), const_cast<float*>(lse_partial), out_aligned != 0,
-                        lse_scale};
-    Weighted w;
-    w.add_partials(output, row, latent, begin, end, 1);
-    w.store(output, request, row, latent);
 }

@@ -5,8 +5,7 @@
 #define STREAMLA_GROUP_SCALES 1
 
 #include "ds_mla_finish.cuh"
-#include "load.cuh"
-#include "merge.cuh"
+#include "program.cuh"
 #include "query.cuh"
 
 namespace streamla {
@@ -74,41 +73,16 @@ DEVICE void attend_tile(RowValues& sums, Accumulator& acc, const Range& range, i
 DEVICE void run_math(const Query& query, const Output& output, float score_scale, bool causal, const int* work,
                      const int* program_items, int row_begin, const Ring& ring) {
     const Lane lane = Lane::here();
-    const u32 shared = ring.shared;
-    const int last_item = load_index(program_items + 1);
-    int index = load_index(program_items), position = 0;
-    Item item{};
-    item.slot = -1;
-    int request = index < last_item ? Item::load_request(work, index) : 0;
-    for (; index < last_item; index++) {
-        item = Item::load(work, index);
-        load_query(query, request, row_begin, shared, score_scale);
-        named_barrier(BARRIER_MATH, MATH_THREADS);
-        reset_max(shared, lane);  // no warp still reads those of the item before
-        reset_limit(shared, lane);
-        named_barrier(BARRIER_TEAM + lane.team, TEAM_THREADS);
-
-        Accumulator acc;
-#pragma unroll
-        for (int j = 0; j < RUNS * M_TILES; j++) {
-#pragma unroll
-            for (int i = 0; i < ROWS / 2; i++) acc[j][i] = 0.0f;
-        }
-        RowValues sums;
-#pragma unroll
-        for (int c = 0; c < GROUPS; c++) sums[c][0] = sums[c][1] = 0.0f;
-
-        const Range range = Range::of(item, causal);
-        const int begin = item.begin;
-        const int skip = (lane.team - position % TEAMS + TEAMS) % TEAMS, end = position + item.num_tiles();
-        for (int tile = position + skip; tile < end; tile += TEAMS)
-            attend_tile(sums, acc, range, begin + (tile - position) * TILE_N, row_begin, ring, tile,
-                        tile + TEAMS < end, lane);
-        if (index + 1 < last_item) request = Item::load_request(work, index + 1);  // on its way meanwhile
-        finish_item<RangePerGroup>(sums, acc, output, item, row_begin, ring, position, end, 1.0f);
-        position = end;
-    }
-    if (output.merges) merge_items(output, item, work, program_items, row_begin, 1.0f, shared);
+    walk_items<RangePerGroup>(
+        output, causal, 1.0f, work, program_items, row_begin, ring, lane,
+        [&](int request) { load_query(query, request, row_begin, ring.shared, score_scale); },
+        [&] {
+            reset_max(ring.shared, lane);
+            reset_limit(ring.shared, lane);
+        },
+        [&](RowValues& sums, Accumulator& acc, const Range& range, int token, int position, bool goes_on) {
+            attend_tile(sums, acc, range, token, row_begin, ring, position, goes_on, lane);
+        });
 }
 
 }  // namespace streamla
@@ -116,7 +90,7 @@ DEVICE void run_math(const Query& query, const Output& output, float score_scale
 using namespace streamla;
 
 // Programs are numbered program * ROW_TILES + row tile: those that read the same tokens run side by side.
-// counters == 0: leave the partials to mla_merge_ds_mla.
+// counters == 0: leave the partials to mla_merge.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mla_attention_ds_mla(const u16* q_nope, i64 q_nope_batch, i64 q_nope_query, i64 q_nope_head,
                          const u16* q_pe, i64 q_pe_batch, i64 q_pe_query, i64 q_pe_head, int q_aligned,
@@ -158,21 +132,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         run_math(query, output, softmax_scale * LOG2_E, causal != 0, work, work_indptr + program, row_begin,
                  ring);
     }
-}
-
-// The merge in a launch of its own.
-extern "C" __global__ void __launch_bounds__(LATENT / 4)
-    mla_merge_ds_mla(const int* split_indptr, u16* out, i64 out_batch, i64 out_query, i64 out_head,
-                     int out_aligned, float* lse, i64 lse_batch, i64 lse_query, i64 lse_head,
-                     const float* out_partial, const float* lse_partial, float lse_scale) {
-    const Output output{out,
-                        lse,
-                        {out_batch, out_query, out_head},
-                        {lse_batch, lse_query, lse_head},
-                        nullptr,
-                        nullptr,
-                        out_aligned != 0,
-                        lse_scale,
-                        false};
-    merge_row(output, split_indptr, out_partial, lse_partial);
 }

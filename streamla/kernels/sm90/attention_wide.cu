@@ -6,11 +6,12 @@
 //     group 0   scores 0 | softmax 0 | values 0 | scores 2             | values 1 + softmax 2 | values 2 | ...
 //     group 1        scores 1        | values 0 + softmax 1 | values 1 | scores 3             | values 2 + softmax 3 ...
 #include "wide_load.cuh"
-#include "wide_merge.cuh"
 #include "wide_output.cuh"
 #include "wide_product.cuh"
 #include "wide_query.cuh"
 #include "wide_softmax.cuh"
+
+#include "merge.cuh"  // behind wide_tile.cuh
 
 namespace streamla {
 
@@ -33,7 +34,7 @@ DEVICE void add_values(State& state, u32 tile, bool owner, u32 shared, const Lan
     if (!owner) held.load(values, 0);  // the owner may have hidden tokens until now
     if (raised) rescale(state.out, state.mass, owner, shared, lane);
     value_tile(state.out, state.fragments, held, values,
-               matrix_descriptor(shared + Shared::PROBABILITY, 128, TILE * 16, SWIZZLE_NONE), between);
+               matrix_descriptor(shared + Shared::PROBABILITY, 128, TILE_N * 16, SWIZZLE_NONE), between);
     __syncwarp();
     if (threadIdx.x % WARP < ARRIVING_LANES) {
         mbarrier_arrive(shared + Shared::PROBABILITY_EMPTY);
@@ -87,55 +88,62 @@ DEVICE void attend(
     if (end > first && (end - 1 & 1) != lane.group) add_values(state, end - 1, false, shared, lane);
 }
 
-DEVICE void math(
-    const Query& query, const Output& output, const int* work, const int* work_indptr, float score_scale,
-    float value_scale, bool causal, u32 shared) {
-    const Lane lane;
+DEVICE void run_math(const Query& query, const Output& output, const Softmaxing& how, const int* work,
+                     const int* program_items, u32 shared) {
+    const Lane lane(threadIdx.x);
+    int index = load_index(program_items);
     u32 tiles = 0;
-    for (int index = work_indptr[this_program()]; index < work_indptr[this_program() + 1]; ++index) {
+    Item item{};
+    item.slot = -1;
+    int request = index < load_index(program_items + 1) ? Item::load_request(work, index) : 0;
+    for (; index < load_index(program_items + 1); ++index) {
         State state = {};
         {
-            const Item item = load_item(work, index);
+            const Item whole = Item::load(work, index);
             const int first_row = this_first_row();
-            named_barrier(MATH_BARRIER, MATH_THREADS);  // nobody reads the item before's query or row states
-            stage_query(query, item.request, first_row, min(TILE_ROWS, ROWS - first_row), score_scale, shared);
+            named_barrier(BARRIER_MATH, MATH_THREADS);  // nobody reads the item before's query or row states
+            stage_query(query, request, first_row, min(ROWS, TOTAL_ROWS - first_row), how.score_scale(), shared);
             fence_async_proxy();
-            named_barrier(MATH_BARRIER, MATH_THREADS);
+            named_barrier(BARRIER_MATH, MATH_THREADS);
 
-            const int seen = Causal{item.seqlen, first_row, causal}.limit(0) - item.begin;  // by every query
-            attend(state, tiles, tiles + item.num_tiles(), tiles + max(0, seen) / TILE, shared, lane,
+            const int seen = Causal{whole.seqlen, first_row, how.causal}.limit(0) - whole.begin;  // by every query
+            attend(state, tiles, tiles + whole.num_tiles(), tiles + max(0, seen) / TILE_N, shared, lane,
                    [&](float(&scores)[SCORES], u32 tile) {
-                       const Item here = load_item(work, forget(index));
-                       const int token = here.begin + static_cast<int>(tile - tiles) * TILE;
-                       hide_tokens(scores, stage_of(tile, shared), token, {here.seqlen, this_first_row(), causal}, lane);
+                       const Item here = Item::load(work, forget(index));
+                       const int token = here.begin + static_cast<int>(tile - tiles) * TILE_N;
+                       hide_tokens(scores, stage_of(tile, shared), token, {here.seqlen, this_first_row(), how.causal},
+                                   lane);
                    });
-            tiles += item.num_tiles();
+            tiles += whole.num_tiles();
         }
-        const Item item = load_item(work, forget(index));
-        const int first_row = this_first_row(), num_rows = min(TILE_ROWS, ROWS - first_row);
-        named_barrier(MATH_BARRIER, MATH_THREADS);  // the scratch is free
-        finish_rows(state.mass, output, item, first_row, num_rows, value_scale, shared, lane);
-        store_rows(state.out, output, item, first_row, num_rows, shared, lane);
+        item = Item::load(work, forget(index));  // not kept in registers beside the tiles
+        if (index + 1 < load_index(program_items + 1)) request = Item::load_request(work, index + 1);  // on its way meanwhile
+        const Lane again(forget(static_cast<int>(threadIdx.x)));
+        named_barrier(BARRIER_MATH, MATH_THREADS);  // the scratch is free
+        finish_item(state.out, state.mass, output, item, how.value_scale(), shared, again);
     }
+    static_assert(MERGE_BYTES <= QUERY_CHUNKS * QUERY_CHUNK, "the merge takes the query's place");
+    if (output.merges)
+        merge_items(output, item, work, program_items, this_first_row(), how.value_scale(), shared + Shared::QUERY);
 }
 
 }  // namespace streamla
 
 using namespace streamla;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
-    const u16* q_nope, i64 q_nope_request, i64 q_nope_query, i64 q_nope_head,  // (batch, seqlen_q, num_heads, 512) bf16
-    const u16* q_pe, i64 q_pe_request, i64 q_pe_query, i64 q_pe_head,          // (.., 64)
-    const u8* kv_cache, i64 page_stride, i64 token_stride,                     // (num_pages, page_size, 576) e4m3fn
-    const float* k_scale,                                                      // (1,)
-    const int* page_table, i64 page_table_stride,                              // (batch, width)
-    const int* work, const int* work_indptr,                                   // the plan
-    u16* out, i64 out_request, i64 out_query, i64 out_head,                    // (batch, seqlen_q, num_heads, 512) bf16
-    float* lse, i64 lse_request, i64 lse_query, i64 lse_head,                  // (batch, seqlen_q, num_heads)
-    float* out_partial, float* lse_partial,                                    // (slots, seqlen_q, num_heads, 512)
-    float softmax_scale_log2, float lse_scale, int causal) {
+// Programs are numbered program * ROW_TILES + row tile: those that read the same tokens run side by side.
+// counters == 0: leave the partials to mla_merge. k_scale == 0: the scale is 1.
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    mla_attention_wide(const u16* q_nope, i64 q_nope_batch, i64 q_nope_query, i64 q_nope_head, const u16* q_pe,
+                       i64 q_pe_batch, i64 q_pe_query, i64 q_pe_head, int q_aligned, const u8* kv_cache,
+                       i64 page_stride, i64 token_stride, const float* k_scale, const int* page_table,
+                       i64 table_stride, const int* work, const int* work_indptr, int* counters, u16* out,
+                       i64 out_batch, i64 out_query, i64 out_head, int out_aligned, float* lse, i64 lse_batch,
+                       i64 lse_query, i64 lse_head, float* out_partial, float* lse_partial, float softmax_scale,
+                       int causal, float lse_scale) {
     extern __shared__ __align__(1024) u8 storage[];
     const u32 shared = shared_address(storage);
+    const int* program_items = work_indptr + this_program();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             mbarrier_init(shared + Shared::FULL + stage * 8, LOAD_WARPS);
@@ -143,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
         }
         mbarrier_init(shared + Shared::PROBABILITY_FULL, GROUP_WARPS * ARRIVING_LANES);
         mbarrier_init(shared + Shared::PROBABILITY_EMPTY, MATH_WARPS * ARRIVING_LANES);
+        mbarrier_init(shared + Shared::EMPTIED, 1);
         fence_mbarrier_init();
     }
     __syncthreads();
@@ -151,35 +160,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mla_attention_wide(
     if (threadIdx.x >= MATH_THREADS) {
         registers_shrink<LOAD_REGISTERS>();
         allow_next_grid();
-        const int half = (threadIdx.x - MATH_THREADS) / WARP;
-        if (half < LOAD_WARPS)
-            load_tiles({kv_cache, page_stride, token_stride, page_table, page_table_stride}, work, work_indptr, half,
-                       shared);
+        if (threadIdx.x < EMPTIER)
+            load_items({kv_cache, page_stride, token_stride, page_table, table_stride}, work, program_items, shared);
+        else if (threadIdx.x < EMPTIER + WARP && counters)
+            empty_slots<1>({out_partial, lse_partial}, work, program_items, this_first_row(), counters,
+                        shared + Shared::EMPTIED);
     } else {
         registers_grow<MATH_REGISTERS>();
-        const float scale = k_scale ? *k_scale : 1.f;
-        math({q_nope, q_pe, {q_nope_request, q_nope_query, q_nope_head}, {q_pe_request, q_pe_query, q_pe_head}},
-             {out, lse, {out_request, out_query, out_head}, {lse_request, lse_query, lse_head}, out_partial,
-              lse_partial, lse_scale},
-             work, work_indptr, softmax_scale_log2 * scale, scale, causal, shared);
+        const Query query{q_nope,
+                          q_pe,
+                          {q_nope_batch, q_nope_query, q_nope_head},
+                          {q_pe_batch, q_pe_query, q_pe_head},
+                          q_aligned != 0};
+        const Output output{out,
+                            lse,
+                            {out_batch, out_query, out_head},
+                            {lse_batch, lse_query, lse_head},
+                            out_partial,
+                            lse_partial,
+                            out_aligned != 0,
+                            lse_scale,
+                            counters != nullptr};
+        run_math(query, output, {softmax_scale, k_scale, causal != 0}, work, program_items, shared);
     }
-}
-
-// The merge: grid (ROWS, batch, LATENT / MERGE_LATENTS).
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_merge_wide(
-    const int* split_indptr,
-    u16* out, i64 out_request, i64 out_query, i64 out_head,
-    float* lse, i64 lse_request, i64 lse_query, i64 lse_head,
-    const float* out_partial, const float* lse_partial, float lse_scale) {
-    merge_request<false>(split_indptr, out, {out_request, out_query, out_head}, lse,
-                         {lse_request, lse_query, lse_head}, out_partial, lse_partial, lse_scale);
-}
-
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS) mla_merge_wide_ahead(
-    const int* split_indptr,
-    u16* out, i64 out_request, i64 out_query, i64 out_head,
-    float* lse, i64 lse_request, i64 lse_query, i64 lse_head,
-    const float* out_partial, const float* lse_partial, float lse_scale) {
-    merge_request<true>(split_indptr, out, {out_request, out_query, out_head}, lse,
-                        {lse_request, lse_query, lse_head}, out_partial, lse_partial, lse_scale);
 }

@@ -11,12 +11,10 @@ import torch
 
 from streamla.arch import Arch
 from streamla.kernels.sm90.launch import (
-    MERGE_PARAMS,
     TILE_N,
     attention_params,
     cache_view,
     launch_attention,
-    launch_merge,
 )
 from streamla.plan import CostModel, DecodePlan
 from streamla.runtime.driver import (
@@ -37,7 +35,6 @@ RUN_N = 8  # tokens of a tensor copy
 RUN_BYTES = 9216
 BLOCK_DIM = 64
 THREADS = 256
-MERGE_THREADS = 128
 
 # a tensor map of kv_cache, then its address, page stride and token stride
 _PARAMS = attention_params(TENSOR_MAP, PTR, I64, I64)
@@ -99,11 +96,6 @@ def attention_kernel(variant: Variant) -> Kernel:
     )
 
 
-@functools.cache
-def merge_kernel(variant: Variant) -> Kernel:
-    return Kernel(variant.cubin, "mla_merge_bf16", MERGE_PARAMS, threads=MERGE_THREADS)
-
-
 def attend(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
@@ -145,16 +137,10 @@ def _tensor_map(
     )
 
 
-def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
-    """Finish the split requests from their partials, in a launch of its own."""
-    launch_merge(merge_kernel(Variant.of(plan.spec)), plan, out, lse, lse_scale)
-
-
 def warmup(spec: MLASpec) -> None:
     """Compile and load the kernels of `spec` on the current device."""
     variant = Variant.of(spec)
     attention_kernel(variant).load()
-    merge_kernel(variant).load()
 
 
 def offline_variants(target: str) -> list[CudaVariant]:
@@ -167,7 +153,7 @@ def offline_variants(target: str) -> list[CudaVariant]:
             (16, 1, 64), (8, 1, 64), (24, 1, 64), (32, 1, 64), (4, 4, 64), (16, 1, 1), (16, 1, 12),
         )
     ]  # fmt: skip
-    variants = [
+    return [
         CudaVariant(
             f"sm90/attention-bf16/h{s.num_heads}-q{s.seqlen_q}-p{s.page_size}", SOURCE,
             "mla_attention_bf16", THREADS, Variant.of(s).shared_bytes,
@@ -175,8 +161,3 @@ def offline_variants(target: str) -> list[CudaVariant]:
         )
         for s in specs
     ]  # fmt: skip
-    merge = CudaVariant(
-        "sm90/merge-bf16/h16-q1-p64", SOURCE, "mla_merge_bf16", MERGE_THREADS,
-        defines=Variant.of(specs[0]).defines,
-    )  # fmt: skip
-    return [*variants, merge]

@@ -15,12 +15,10 @@ import torch
 
 from streamla.arch import Arch
 from streamla.kernels.sm90.launch import (
-    MERGE_PARAMS,
     TILE_N,
     attention_params,
     cache_view,
     launch_attention,
-    launch_merge,
     rows_of_program,
 )
 from streamla.plan import CostModel, DecodePlan
@@ -35,7 +33,6 @@ MAX_ROWS = 512  # of a request: 22 programs side by side, far below the SMs of a
 TOKEN_BYTES = 656
 HALF_TILE = 32
 STAGES = 4
-MERGE_THREADS = 128
 
 # kv_cache, page stride, token stride
 _PARAMS = attention_params(PTR, I64, I64)
@@ -124,11 +121,6 @@ def attention_kernel(variant: Variant) -> Kernel:
     )
 
 
-@functools.cache
-def merge_kernel(variant: Variant) -> Kernel:
-    return Kernel(variant.cubin, "mla_merge_ds_mla", MERGE_PARAMS, threads=MERGE_THREADS)
-
-
 def attend(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
@@ -153,13 +145,7 @@ def attend(
     )  # fmt: skip
 
 
-def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
-    """Finish the split requests from their partials, in a launch of its own."""
-    launch_merge(merge_kernel(Variant.of(plan.spec)), plan, out, lse, lse_scale)
-
-
 def warmup(spec: MLASpec) -> None:
     """Compile and load the kernels of `spec` on the current device."""
     variant = Variant.of(spec)
     attention_kernel(variant).load()
-    merge_kernel(variant).load()

@@ -28,18 +28,8 @@ struct RangePerGroup {
     DEVICE static void store_bfloats(u16* row, const float (&v)[THREAD_LATENTS], bool aligned, int run,
                                      const Lane& lane) {
 #pragma unroll
-        for (int i = 0; i < RUN_GROUPS; i++) {
-            u16* p = row + first_group_latent(lane, run, i);
-            const uint2 pairs = {pack_bfloat2(v[4 * i], v[4 * i + 1]), pack_bfloat2(v[4 * i + 2], v[4 * i + 3])};
-            if (aligned) {
-                *reinterpret_cast<uint2*>(p) = pairs;
-            } else {
-                p[0] = static_cast<u16>(pairs.x);
-                p[1] = static_cast<u16>(pairs.x >> 16);
-                p[2] = static_cast<u16>(pairs.y);
-                p[3] = static_cast<u16>(pairs.y >> 16);
-            }
-        }
+        for (int i = 0; i < RUN_GROUPS; i++)
+            streamla::store_bfloats<4>(row + first_group_latent(lane, run, i), v + 4 * i, aligned);
     }
 };
 static_assert(GROUP_THREAD_LATENTS == 4, "a quad of accumulators is of one group");

@@ -7,7 +7,7 @@
 // resident (a cooperative launch), so they may wait for each other.
 #pragma once
 
-#include "load.cuh"
+#include "problem.cuh"
 
 namespace streamla {
 
@@ -19,7 +19,7 @@ constexpr u32 NAN_BITS = 0x7fffffffu;
 constexpr int WORD_LATENTS = GROUP_SCALES ? 1 : 2;
 constexpr int ROW_WORDS = LATENT / WORD_LATENTS;
 
-DEVICE void unpack_word(float (&v)[WORD_LATENTS], u32 word) {
+DEVICE void unpack_word(float* v, u32 word) {
     if constexpr (WORD_LATENTS == 2) {
         const float2 pair = unpack_half2(word);
         v[0] = pair.x, v[1] = pair.y;
@@ -42,43 +42,48 @@ struct Exchange {
     DEVICE void store_lse(int slot, int row, float v) const {
         store_relaxed(lse(slot, row), v == v ? __float_as_uint(v) : NAN_BITS);
     }
+    template <int UNROLL>
     DEVICE void empty(int slot, int row_begin, int lane) const {
         constexpr int ROW_CHUNKS = ROW_WORDS / 4;
         const int rows = min(ROWS, TOTAL_ROWS - row_begin);
+#pragma unroll UNROLL
         for (int i = lane; i < rows * ROW_CHUNKS; i += WARP)
             store_relaxed(row(slot, row_begin + i / ROW_CHUNKS) + i % ROW_CHUNKS * 4,
                           make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));
-        if (lane < rows) store_relaxed(lse(slot, row_begin + lane), EMPTY);
+#pragma unroll 1
+        for (int i = lane; i < rows; i += WARP) store_relaxed(lse(slot, row_begin + i), EMPTY);
     }
 };
 
 // The spare warp. counters[request] counts the emptied slots of all launches since the plan was made: it is a
-// multiple of what one launch empties whenever none is missing. Null: no program of this launch merges.
-DEVICE void run_emptier(const Exchange& exchange, const int* work, const int* program_items, int row_begin,
-                        int* counters, const Ring& ring) {
-    ring.wait_as_emptier();
-    wait_for_previous_grid();
-    if (!counters) return;
+// multiple of what one launch empties whenever none is missing. Arrives at the mbarrier `emptied` when none is. UNROLL
+// stores of a slot are under way at once, as registers allow.
+template <int UNROLL>
+DEVICE void empty_slots(const Exchange& exchange, const int* work, const int* program_items, int row_begin,
+                        int* counters, u32 emptied) {
     const int lane = threadIdx.x % WARP;
     const int first = load_index(program_items), last = load_index(program_items + 1);
+#pragma unroll 1
     for (int index = first; index < last; index++) {
         const Item item = Item::load(work, index);
-        if (item.slot >= 0) exchange.empty(item.slot, row_begin, lane);
+        if (item.slot >= 0) exchange.empty<UNROLL>(item.slot, row_begin, lane);
     }
     __syncwarp();
     if (lane) return;
+#pragma unroll 1
     for (int index = first; index < last; index++) {
         const Item item = Item::load(work, index);
         if (item.slot >= 0) add_release(counters + item.request, 1);
     }
+#pragma unroll 1
     for (int index = first; index < last; index++) {
         const Item item = Item::load(work, index);
         const int arrivals = item.num_splits() * ROW_TILES;
         while (item.slot >= 0 && load_acquire(counters + item.request) % arrivals) {
         }
     }
-    mbarrier_arrive(ring.shared + Shared::EMPTIED);
+    mbarrier_arrive(emptied);
 }
-DEVICE void wait_until_emptied(u32 shared) { mbarrier_wait(shared + Shared::EMPTIED, 0); }
+DEVICE void wait_until_emptied(u32 emptied) { mbarrier_wait(emptied, 0); }
 
 }  // namespace streamla

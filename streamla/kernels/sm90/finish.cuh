@@ -6,26 +6,11 @@
 // time, and nothing waits for global memory.
 #pragma once
 
-#include "exchange.cuh"
 #include "load.cuh"
+#include "output.cuh"
 #include "softmax.cuh"
 
 namespace streamla {
-
-struct Output {
-    u16* out;  // bf16
-    float* lse;
-    Strides out_strides, lse_strides;
-    float *out_partial, *lse_partial;  // contiguous
-    bool aligned;                      // every row of out starts at a multiple of 16 bytes
-    float lse_scale;                   // 1 for the natural logarithm
-    bool merges;                       // partials go to the programs of this launch, through Exchange
-
-    DEVICE Exchange exchange() const { return {out_partial, lse_partial}; }
-    DEVICE float* partial(int slot, int row) const {
-        return out_partial + (static_cast<i64>(slot) * TOTAL_ROWS + row) * LATENT;
-    }
-};
 
 DEVICE u32 sum_address(u32 shared, int team, int team_warp, int row) {
     return shared + Shared::SUM + ((team * TEAM_WARPS + team_warp) * ROWS + row) * 4;
@@ -127,16 +112,7 @@ struct OneRange {
     }
     DEVICE static void store_bfloats(u16* row, const float (&v)[THREAD_LATENTS], bool aligned, int run,
                                      const Lane& lane) {
-        u16* p = row + first_latent(lane, run);
-        u32 pairs[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) pairs[i] = pack_bfloat2(v[2 * i], v[2 * i + 1]);
-        if (aligned) {
-            *reinterpret_cast<uint4*>(p) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; i++) p[i] = static_cast<u16>(pairs[i / 2] >> 16 * (i % 2));
-        }
+        streamla::store_bfloats<THREAD_LATENTS>(row + first_latent(lane, run), v, aligned);
     }
 };
 
@@ -148,7 +124,7 @@ template <int TEAM, typename Latents>
 DEVICE void store_rows(const Output& output, const Item& item, int row_begin, const FinishedValues& v,
                        const float (&lse)[GROUPS], u32 shared, const Lane& lane) {
     const bool writes_lse = lane.team_warp() == 0 && lane.g == 0;
-    if (item.slot >= 0 && output.merges) wait_until_emptied(shared);
+    if (item.slot >= 0 && output.merges) wait_until_emptied(shared + Shared::EMPTIED);
 #pragma unroll
     for (int i = 0; i < GROUPS; i++) {
         const int row = row_begin + FinishedRow::of(TEAM, i).row(lane);

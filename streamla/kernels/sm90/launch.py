@@ -1,4 +1,4 @@
-"""What the launchers of the narrow kernels share: one order of arguments, whatever the cache holds."""
+"""What the launchers of the fp8 kernels share: one order of arguments, whatever the cache holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ TILE_N = 64
 COPY_ALIGNMENT = 16  # bytes: what a bulk copy needs of addresses and sizes
 
 _VIEW = (PTR, I64, I64, I64)
-MERGE_PARAMS = (PTR, *_VIEW, I32, *_VIEW, PTR, PTR, F32)
 STEP_PARAMS = (
     PTR, I64, PTR, I64, I32,   # kv_c, k_pe and their strides, whether rows of kv_c are aligned
     PTR, I64, I64, I64,        # slot_mapping, its length, reserved_slot, slots in the pool
@@ -51,27 +50,14 @@ def launch_attention(
     `step` is there if the kernel writes new rows."""
     kernel.launch(
         programs,
-        *_view(q_nope), *_view(q_pe), rows_aligned(q_nope) and rows_aligned(q_pe),
+        *view(q_nope), *view(q_pe), rows_aligned(q_nope) and rows_aligned(q_pe),
         *cache,
         page_table.data_ptr(), page_table.stride(0),
         plan.work.data_ptr(), plan.work_indptr.data_ptr(), plan.counters.data_ptr() if merges else 0,
-        *_view(out), rows_aligned(out), *_view(lse),
+        *view(out), rows_aligned(out), *view(lse),
         plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(),
         softmax_scale, causal, lse_scale,
         *step,
-        device=out.device.index,
-    )  # fmt: skip
-
-
-def launch_merge(
-    kernel: Kernel, plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float
-) -> None:
-    """Finish the split requests from their partials, in a launch of its own."""
-    kernel.launch(
-        (plan.spec.rows, plan.batch, 1),
-        plan.split_indptr.data_ptr(),
-        *_view(out), rows_aligned(out), *_view(lse),
-        plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(), lse_scale,
         device=out.device.index,
     )  # fmt: skip
 
@@ -97,7 +83,8 @@ def rows_of_program(rows: int, steps: tuple[int, ...]) -> int:
     return next(step for step in steps if step * tiles >= rows)
 
 
-def _view(t: torch.Tensor) -> tuple[int, ...]:
+def view(t: torch.Tensor) -> tuple[int, ...]:
+    """Address and strides of a (batch, seqlen_q, num_heads, ...) tensor."""
     return t.data_ptr(), *t.stride()[:3]
 
 
@@ -106,15 +93,25 @@ def rows_aligned(t: torch.Tensor) -> bool:
     return not (t.data_ptr() % 16 or any(s % 8 for s in t.stride()[:3]))
 
 
+def view_bytes(kv_cache: torch.Tensor) -> tuple[int, int, int]:
+    """Address of a cache and its strides of page and token, in bytes."""
+    item = kv_cache.element_size()
+    return kv_cache.data_ptr(), item * kv_cache.stride(0), item * kv_cache.stride(1)
+
+
+def copyable(view: tuple[int, int, int]) -> bool:
+    """Whether every row of a cache starts where a bulk copy can."""
+    return not any(place % COPY_ALIGNMENT for place in view)
+
+
 def cache_view(kv_cache: torch.Tensor) -> tuple[int, int, int]:
-    """Address of a cache and its strides of page and token, in bytes.
+    """`view_bytes` of a cache whose rows bulk copies can take.
 
     Raises:
-        ValueError: a row starts where no bulk copy can.
+        ValueError: they cannot.
     """
-    item = kv_cache.element_size()
-    view = (kv_cache.data_ptr(), item * kv_cache.stride(0), item * kv_cache.stride(1))
-    if any(place % COPY_ALIGNMENT for place in view):
+    view = view_bytes(kv_cache)
+    if not copyable(view):
         raise ValueError(
             f"kv_cache: need rows that start at a multiple of {COPY_ALIGNMENT} bytes for impl='sm90' (a plan "
             f"with impl='portable' takes any); got address {view[0]:#x}, strides {tuple(kv_cache.stride())}"

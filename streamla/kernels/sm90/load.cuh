@@ -72,9 +72,14 @@ DEVICE void open_stage(const Ring& ring, int position, int bytes, bool has_new_r
     if (STEP && !has_new_rows) mbarrier_arrive_times(ring.full(position), WRITERS * ARRIVING_LANES);
 }
 
+// Tokens from here on are not in the cache yet.
+DEVICE int cached_end(const Item& item) {
+    return STEP ? min(item.end, max(item.begin, item.seqlen - SEQLEN_Q)) : item.end;
+}
+
 // Pages of the runs that this lane issues in the batch of tiles from `tile` on.
 DEVICE void fetch_pages(int (&pages)[LANE_RUNS], const int* table, const Item& item, int tile, int lane) {
-    const int end = item.cached_end();
+    const int end = cached_end(item);
 #pragma unroll
     for (int i = 0; i < LANE_RUNS; i++) {
         const int token = item.begin + tile * TILE_N + (lane + i * WARP) * RUN;
@@ -86,7 +91,7 @@ DEVICE void load_item(const Item& item, const Cache& cache, const Ring& ring, in
                       u64 l2_policy) {
     const int lane = threadIdx.x % WARP;
     const int* table = cache.page_table + item.request * cache.table_stride;
-    const int num_tiles = item.num_tiles(), end = item.cached_end();
+    const int num_tiles = item.num_tiles(), end = cached_end(item);
     int pages[LANE_RUNS], next_pages[LANE_RUNS];
     fetch_pages(pages, table, item, 0, lane);
     for (int batch = 0; batch < num_tiles; batch += BATCH_TILES) {
@@ -123,13 +128,8 @@ DEVICE int count_tiles(const int* work, int index, int last_item) {
     return __reduce_add_sync(FULL_WARP, index + lane < last_item ? Item::load(work, index + lane).num_tiles() : 0);
 }
 
-// The loading warp: makes the mbarriers, then all items of its program.
-DEVICE void run_loader(const int* work, const int* program_items, const Cache& cache, const Ring& ring) {
-    if (threadIdx.x == LOADER) ring.init();
-    __syncwarp();
-    ring.announce();
-    wait_for_previous_grid();
-    allow_next_grid();
+// All items of a program.
+DEVICE void load_items(const int* work, const int* program_items, const Cache& cache, const Ring& ring) {
     const u64 l2_policy = ROW_TILES > 1 ? l2_evict_normal() : l2_evict_first();
     const int first_item = load_index(program_items), last_item = load_index(program_items + 1);
     const int in_flight = tiles_in_flight(count_tiles(work, first_item, last_item));

@@ -12,13 +12,11 @@ import torch
 
 from streamla.arch import Arch
 from streamla.kernels.sm90.launch import (
-    MERGE_PARAMS,
     STEP_PARAMS,
     TILE_N,
     attention_params,
     cache_view,
     launch_attention,
-    launch_merge,
     rows_of_program,
     step_arguments,
 )
@@ -31,7 +29,6 @@ from streamla.step import NewTokens
 SOURCE = Path(__file__).with_name("attention.cu")
 
 ROW_STEPS = (8, 16, 24, 32)  # query rows that a program may hold: N of its wgmma
-LATENT = 512
 TOKEN_BYTES = 576
 HALF_TILE = 32
 
@@ -129,11 +126,6 @@ def attention_kernel(variant: Variant) -> Kernel:
     )
 
 
-@functools.cache
-def merge_kernel(variant: Variant) -> Kernel:
-    return Kernel(variant.cubin, "mla_merge", MERGE_PARAMS, threads=LATENT // 4)
-
-
 def attend(
     q_nope: torch.Tensor,
     q_pe: torch.Tensor,
@@ -182,14 +174,8 @@ def decode_step(
     )  # fmt: skip
 
 
-def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
-    """Finish the split requests from their partials, in a launch of its own."""
-    launch_merge(merge_kernel(Variant.of(plan.spec)), plan, out, lse, lse_scale)
-
-
 def warmup(spec: MLASpec) -> None:
     """Compile and load the kernels of `spec` on the current device."""
     variant = Variant.of(spec)
     attention_kernel(variant).load()
     attention_kernel(Variant.of(spec, step=True)).load()
-    merge_kernel(variant).load()

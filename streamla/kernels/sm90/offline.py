@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from streamla.kernels.sm90 import ds_mla, narrow, wide
-from streamla.runtime.driver import Kernel
+from streamla.kernels.sm90.merge import SOURCE as MERGE_SOURCE
+from streamla.kernels.sm90.merge import defines as merge_defines
+from streamla.kernels.sm90.merge import merge_kernel
 from streamla.runtime.offline import CudaVariant
 from streamla.spec import KVFormat, MLASpec
 
@@ -40,14 +42,7 @@ def offline_variants(target: str) -> list[CudaVariant]:
     steps = [_narrow(spec, step=True) for spec in _NARROW]
     group_scales = [_group_scales(spec) for spec in _GROUP_SCALES]
     wides = [_wide(spec) for spec in _WIDE]
-    ds_mla_merge = ds_mla.merge_kernel(ds_mla.Variant.of(_GROUP_SCALES[0]))
-    merges = [
-        _merge("merge", narrow.merge_kernel(narrow.Variant.of(_NARROW[0])), narrows[0]),
-        _merge("merge-ds-mla", ds_mla_merge, group_scales[0]),
-        _merge("merge-wide", wide.merge_kernel(_WIDE[0], False), wides[0]),
-        _merge("merge-wide-ahead", wide.merge_kernel(_WIDE[0], True), wides[0]),
-    ]
-    return narrows + steps + group_scales + wides + merges
+    return [*narrows, *steps, *group_scales, *wides, _merge(_NARROW[0])]
 
 
 def _name(kernel: str, spec: MLASpec) -> str:
@@ -80,10 +75,9 @@ def _wide(spec: MLASpec) -> CudaVariant:
     )  # fmt: skip
 
 
-def _merge(name: str, kernel: Kernel, attention: CudaVariant) -> CudaVariant:
-    """The merge kernel in the cubin of an attention variant."""
-    special = attention.name.rsplit("/", 1)[1]
+def _merge(spec: MLASpec) -> CudaVariant:
+    kernel = merge_kernel(spec.num_heads, spec.seqlen_q)
     return CudaVariant(
-        f"sm90/{name}/{special}", attention.source, kernel.name, kernel.threads, kernel.shared_bytes,
-        attention.defines,
+        f"sm90/merge/h{spec.num_heads}-q{spec.seqlen_q}", MERGE_SOURCE, kernel.name, kernel.threads,
+        defines=merge_defines(spec.num_heads, spec.seqlen_q),
     )  # fmt: skip

@@ -33,9 +33,6 @@ DEVICE void load_max(RowValues& largest, u32 shared, const Lane& lane) {
     }
 }
 
-// What is subtracted in the exponent. -inf means that nothing was seen yet: keep -inf - (-inf) out.
-DEVICE float exponent_base(float largest) { return largest == NEG_INF ? 0.0f : largest; }
-
 // Exponentials of this thread's scores: to shared memory as P^T, and returned.
 DEVICE void store_probabilities(Scores& p, const Scores& scores, const RowValues& largest, u32 address) {
 #pragma unroll

@@ -6,12 +6,8 @@
 // softmax and the latents of P V. One more warp loads.
 #pragma once
 
-#include "wgmma.cuh"
+#include "problem.cuh"
 
-// Defined as 1 for fp8_ds_mla rows: 512 e4m3 latents, a fp32 scale for each 128 of them, 64 bf16 rope values.
-#ifndef STREAMLA_GROUP_SCALES
-#define STREAMLA_GROUP_SCALES 0
-#endif
 // Defined as 1 if the query is not rotated yet, and new rows are not in the cache yet (step.cuh).
 #ifndef STREAMLA_STEP
 #define STREAMLA_STEP 0
@@ -20,23 +16,12 @@
 namespace streamla {
 
 // Compile-time facts, set by narrow.py and ds_mla.py.
-constexpr int NUM_HEADS = STREAMLA_NUM_HEADS;
-constexpr int SEQLEN_Q = STREAMLA_SEQLEN_Q;
 constexpr int PAGE_SIZE = STREAMLA_PAGE_SIZE;
-constexpr int ROWS = STREAMLA_ROWS;  // query rows of a program: N of its wgmma, 8 to 32
-constexpr bool GROUP_SCALES = STREAMLA_GROUP_SCALES;
-constexpr int RUN = STREAMLA_RUN;    // tokens of one bulk copy: contiguous in a page, divides 32
+constexpr int RUN = STREAMLA_RUN;  // tokens of one bulk copy: contiguous in a page, divides 32
 constexpr bool STEP = STREAMLA_STEP;
 
-constexpr int TOTAL_ROWS = NUM_HEADS * SEQLEN_Q;  // row r is query r / NUM_HEADS, head r % NUM_HEADS
-constexpr int ROW_TILES = (TOTAL_ROWS + ROWS - 1) / ROWS;
-
-constexpr int LATENT = 512;
-constexpr int ROPE = 64;
-constexpr int HEAD_DIM = LATENT + ROPE;
 constexpr int SCALE_GROUPS = 4;  // of latents, each with a scale of its own
 constexpr int TOKEN_BYTES = GROUP_SCALES ? LATENT + 4 * SCALE_GROUPS + 2 * ROPE : HEAD_DIM;
-constexpr int TILE_N = 64;
 constexpr int STAGES = ROWS <= 16 && !GROUP_SCALES ? 5 : 4;
 
 constexpr int TEAMS = 2;
@@ -56,6 +41,10 @@ constexpr int LOAD_REGISTERS = TEAM_HALVES == 2 ? 32 : 40;
 // A column group is 8 rows of N: a thread of a wgmma accumulator holds 2 of them.
 constexpr int GROUPS = ROWS / 8;
 constexpr int THREAD_ROWS = 2 * GROUPS;
+
+// Of the merge: words that a lane takes of each of many partials, or of few; and how many of many a warp has in flight
+// (132 on 16 warps).
+constexpr int MANY_WORDS = 1, FEW_WORDS = 4, MERGE_DEPTH = 9;
 
 // Named barriers.
 constexpr int BARRIER_MATH = 1;
@@ -137,44 +126,6 @@ struct Lane {
 };
 constexpr int THREAD_TOKENS = 2 / TEAM_HALVES;
 
-// Volatile loads, Item::load too: who loads again after the tiles need not hold it in registers meanwhile.
-DEVICE int load_index(const int* p) {
-    int v;
-    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
-
-DEVICE float load_float(const float* p) {
-    float v;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(p));
-    return v;
-}
-
-// One row of plan.work.
-struct Item {
-    int request, begin, end, seqlen, slot, split_begin, split_end, unused;
-
-    DEVICE static Item load(const int* work, int index) {
-        const int* row = work + 8 * static_cast<i64>(index);
-        Item item;
-        asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(item.request), "=r"(item.begin), "=r"(item.end), "=r"(item.seqlen)
-                     : "l"(row));
-        asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(item.slot), "=r"(item.split_begin), "=r"(item.split_end), "=r"(item.unused)
-                     : "l"(row + 4));
-        return item;
-    }
-    // The request alone: where its query lies.
-    DEVICE static int load_request(const int* work, int index) {
-        return load_index(work + 8 * static_cast<i64>(index));
-    }
-    DEVICE int num_tiles() const { return (end - begin + TILE_N - 1) / TILE_N; }
-    // Tokens from here on are not in the cache yet.
-    DEVICE int cached_end() const { return STEP ? min(end, max(begin, seqlen - SEQLEN_Q)) : end; }
-    DEVICE int num_splits() const { return split_end - split_begin; }
-};
-
 // Where an item ends, and how far the first query of its request sees.
 struct Range {
     int end, first_visible_end;
@@ -186,15 +137,6 @@ struct Range {
     DEVICE int visible_end(int row) const {
         if (SEQLEN_Q == 1) return end;
         return min(end, first_visible_end + row / NUM_HEADS);
-    }
-};
-
-// A (batch, seqlen_q, num_heads, x) tensor: strides in elements, x contiguous.
-struct Strides {
-    i64 batch, query, head;
-
-    DEVICE i64 at(int request, int row) const {
-        return request * batch + row / NUM_HEADS * query + row % NUM_HEADS * head;
     }
 };
 

@@ -7,29 +7,37 @@ programs run side by side and find each other's tokens in L2.
 from __future__ import annotations
 
 import functools
-import math
 from pathlib import Path
 
 import torch
 
 from streamla.arch import Arch
+from streamla.kernels.sm90.launch import (
+    TILE_N,
+    attention_params,
+    copyable,
+    launch_attention,
+    view_bytes,
+)
 from streamla.plan import CostModel, DecodePlan
-from streamla.runtime.driver import F32, I32, I64, PTR, Kernel
+from streamla.runtime.driver import I64, PTR, Kernel
 from streamla.runtime.nvrtc import compile_cuda
 from streamla.spec import MLASpec
 
 SOURCE = Path(__file__).with_name("attention_wide.cu")
-TILE_N = 64
-MAX_TILE_ROWS = 64
+MAX_ROWS = 64  # of a program
 THREADS = 384
-MERGE_THREADS, MERGE_LATENTS = 256, 128
-MERGE_AHEAD_BLOCKS = 3  # an SM, of the merge that reads partials before it has their weights
 
-_STRIDES = [I64, I64, I64]
+# kv_cache, page stride, token stride, k_scale
+_PARAMS = attention_params(PTR, I64, I64, PTR)
 
 
 def num_row_tiles(spec: MLASpec) -> int:
-    return -(-spec.rows // MAX_TILE_ROWS)
+    return -(-spec.rows // MAX_ROWS)
+
+
+def rows_of_program(spec: MLASpec) -> int:
+    return -(-spec.rows // num_row_tiles(spec))
 
 
 def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
@@ -42,11 +50,11 @@ def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
 
 def shared_bytes(spec: MLASpec) -> int:
     """Dynamic shared memory of a program: wide_tile.cuh lays it out and checks this sum."""
-    columns = -(-spec.rows // num_row_tiles(spec) // 16) * 16
+    columns = -(-rows_of_program(spec) // 16) * 16
     query = 2 * columns * spec.head_dim
     stages = 4 * (TILE_N * spec.row_bytes + 32)
     probabilities = 2 * columns * TILE_N
-    states, barriers = 12 * columns + 8, 10 * 8
+    states, barriers = 12 * columns + 8, 11 * 8
     return query + stages + probabilities + states + barriers
 
 
@@ -57,45 +65,22 @@ def defines(spec: MLASpec, bulk_copies: bool = True) -> dict[str, int]:
         "STREAMLA_NUM_HEADS": spec.num_heads,
         "STREAMLA_SEQLEN_Q": spec.seqlen_q,
         "STREAMLA_PAGE_SIZE": spec.page_size,
-        "STREAMLA_ROW_TILES": num_row_tiles(spec),
+        "STREAMLA_ROWS": rows_of_program(spec),
         "STREAMLA_SHARED_BYTES": shared_bytes(spec),
     }
 
 
 @functools.cache
 def attention_kernel(spec: MLASpec, bulk_copies: bool = True) -> Kernel:
-    params = [
-        PTR, *_STRIDES, PTR, *_STRIDES,  # q_nope, q_pe
-        PTR, I64, I64, PTR,              # kv_cache, k_scale
-        PTR, I64, PTR, PTR,              # page_table, work, work_indptr
-        PTR, *_STRIDES, PTR, *_STRIDES,  # out, lse
-        PTR, PTR, F32, F32, I32,         # out_partial, lse_partial, softmax_scale_log2, lse_scale, causal
-    ]  # fmt: skip
     return Kernel(
         lambda: compile_cuda(SOURCE, defines=defines(spec, bulk_copies)),
         "mla_attention_wide",
-        params,
+        _PARAMS,
         threads=THREADS,
         shared_bytes=shared_bytes(spec),
+        cooperative=True,
         pdl=True,
     )
-
-
-@functools.cache
-def merge_kernel(spec: MLASpec, ahead: bool) -> Kernel:
-    return Kernel(
-        lambda: compile_cuda(SOURCE, defines=defines(spec)),
-        "mla_merge_wide_ahead" if ahead else "mla_merge_wide",
-        [PTR, PTR, *_STRIDES, PTR, *_STRIDES, PTR, PTR, F32],
-        threads=MERGE_THREADS,
-        pdl=True,
-    )
-
-
-def rows_aligned(kv_cache: torch.Tensor) -> bool:
-    """Whether the copy engine can take every row: bases and strides are multiples of 16 bytes."""
-    offsets = (s * kv_cache.element_size() for s in kv_cache.stride()[:2])
-    return not any(n % 16 for n in (kv_cache.data_ptr(), *offsets))
 
 
 def attend(
@@ -113,37 +98,12 @@ def attend(
     *,
     merges: bool,
 ) -> None:
-    """Attention and, if it `merges`, the merge, which starts while the last programs of attention finish."""
-    spec = plan.spec
-    attention_kernel(spec, rows_aligned(kv_cache)).launch(
-        plan.cost.num_programs * num_row_tiles(spec),
-        q_nope.data_ptr(), *q_nope.stride()[:-1],
-        q_pe.data_ptr(), *q_pe.stride()[:-1],
-        kv_cache.data_ptr(), *kv_cache.stride()[:-1],
-        k_scale.data_ptr() if k_scale is not None else 0,
-        page_table.data_ptr(), page_table.stride(0),
-        plan.work.data_ptr(), plan.work_indptr.data_ptr(),
-        out.data_ptr(), *out.stride()[:-1],
-        lse.data_ptr(), *lse.stride(),
-        plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(),
-        softmax_scale / math.log(2.0), lse_scale, int(causal),
-        device=out.device.index,
-    )  # fmt: skip
-    if merges:
-        merge(plan, out, lse, lse_scale)
-
-
-def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
-    """Finish the requests that were split."""
-    grid = (plan.spec.rows, plan.batch, plan.spec.kv_lora_rank // MERGE_LATENTS)
-    units = plan.cost.num_programs * num_row_tiles(plan.spec)
-    merge_kernel(plan.spec, math.prod(grid) <= MERGE_AHEAD_BLOCKS * units).launch(
-        grid,
-        plan.split_indptr.data_ptr(),
-        out.data_ptr(), *out.stride()[:-1],
-        lse.data_ptr(), *lse.stride(),
-        plan.out_partial.data_ptr(), plan.lse_partial.data_ptr(), lse_scale,
-        device=out.device.index,
+    """Attention, and the merge in the same launch if it `merges`; else partials of split requests are left."""
+    cache = view_bytes(kv_cache)
+    launch_attention(
+        attention_kernel(plan.spec, copyable(cache)), plan.cost.num_programs * num_row_tiles(plan.spec), q_nope, q_pe,
+        (*cache, 0 if k_scale is None else k_scale.data_ptr()),
+        page_table, plan, out, lse, softmax_scale, causal, lse_scale, merges,
     )  # fmt: skip
 
 
@@ -151,5 +111,3 @@ def warmup(spec: MLASpec) -> None:
     """Compile and load the kernels of `spec` on the current device."""
     for bulk_copies in (True, False):
         attention_kernel(spec, bulk_copies).load()
-    for ahead in (True, False):
-        merge_kernel(spec, ahead).load()

@@ -11,7 +11,7 @@ struct Cache {
     const int* page_table;
     i64 page_table_stride;
 
-    DEVICE bool contiguous_pages() const { return token_stride == ROW_BYTES; }
+    DEVICE bool contiguous_pages() const { return token_stride == TOKEN_BYTES; }
     DEVICE const u8* row(int page, int place) const {
         return rows + page * page_stride + place * token_stride;
     }
@@ -20,63 +20,64 @@ struct Cache {
     }
 };
 
-// One warp loads one half of every tile: 32 tokens, one a lane. A bulk copy is a run of rows that neither a page nor
-// the half ends, and the lane at its first row issues it.
-struct HalfLoader {
+// A thread a token of the tile: a warp loads a half. A bulk copy is a run of rows that neither a page nor the half ends, and
+// the thread at its first row issues it.
+struct TokenLoader {
     const Cache& cache;
-    int half, lane;
+    int place;  // of the token in the tile
 
+    DEVICE int lane() const { return place % HALF; }
     DEVICE bool begins_run(int token, int end) const {
-        return token < end && (lane == 0 || token % PAGE_SIZE == 0 || !cache.contiguous_pages());
+        return token < end && (lane() == 0 || token % PAGE_SIZE == 0 || !cache.contiguous_pages());
     }
     DEVICE int find_page(int request, int token, int end) const {
         return begins_run(token, end) ? cache.page(request, token) : 0;
     }
-    DEVICE void copy(int page, int token, int end, u32 half_stage, u32 full, u64 l2_policy) const {
+    DEVICE void copy(int page, int token, int end, u32 stage, u32 full, u64 l2_policy) const {
         if (!begins_run(token, end)) return;
-        const int place = token % PAGE_SIZE;
+        const int in_page = token % PAGE_SIZE;
         int rows = 1;
-        if (cache.contiguous_pages()) rows = min(min(end - token, HALF - lane), PAGE_SIZE - place);
-        bulk_load(half_stage + lane * ROW_BYTES, cache.row(page, place), rows * ROW_BYTES, full, l2_policy);
+        if (cache.contiguous_pages()) rows = min(min(end - token, HALF - lane()), PAGE_SIZE - in_page);
+        bulk_load(stage + token_offset(place), cache.row(page, in_page), rows * TOKEN_BYTES, full, l2_policy);
     }
     // Rows that the copy engine cannot take: slow and right.
-    DEVICE void copy_bytes(int request, int token, int end, u32 half_stage) const {
+    DEVICE void copy_bytes(int request, int token, int end, u32 stage) const {
         if (token >= end) return;
         const u8* source = cache.row(cache.page(request, token), token % PAGE_SIZE);
 #pragma unroll 1
-        for (int i = 0; i < ROW_BYTES; ++i) store_shared_u8(half_stage + lane * ROW_BYTES + i, source[i]);
+        for (int i = 0; i < TOKEN_BYTES; ++i) store_shared_u8(stage + token_offset(place) + i, source[i]);
     }
 };
 
-// `half`: which of the load warps this is.
-DEVICE void load_tiles(const Cache& cache, const int* work, const int* work_indptr, int half, u32 shared) {
-    const HalfLoader loader = {cache, half, static_cast<int>(threadIdx.x % WARP)};
+// By the load warps: all items of their program.
+DEVICE void load_items(const Cache& cache, const int* work, const int* program_items, u32 shared) {
+    const TokenLoader loader = {cache, static_cast<int>(threadIdx.x) - MATH_THREADS};
     // Programs that share tokens (row tiles) find each other's rows in L2.
     const u64 policy = ROW_TILES == 1 ? l2_evict_first() : l2_evict_normal();
     u32 count = 0;
 #pragma unroll 1
-    for (int index = work_indptr[this_program()]; index < work_indptr[this_program() + 1]; ++index) {
-        const int* item = work + index * 8;
-        const int request = item[0], end = item[2];
-        int token = item[1] + half * HALF + loader.lane;  // of this lane
+    for (int index = uniform(load_index(program_items)); index < load_index(program_items + 1); ++index) {
+        const Item item = Item::load(work, index);
+        const int request = item.request, end = item.end;
+        int token = item.begin + loader.place;
         int next_page = loader.find_page(request, token, end);
         // All lanes go round as often as tiles begin before the end.
 #pragma unroll 1
-        for (; token - half * HALF - loader.lane < end; token += TILE, ++count) {
+        for (; token - loader.place < end; token += TILE_N, ++count) {
             const int page = next_page;
-            next_page = loader.find_page(request, token + TILE, end);
+            next_page = loader.find_page(request, token + TILE_N, end);
             const u32 base = forget(shared);  // registers are few here
             const u32 slot = count % STAGES, full = base + Shared::FULL + slot * 8;
-            const u32 half_stage = base + Shared::STAGE + slot * STAGE_BYTES + half * (HALF * ROW_BYTES + HALF_SKEW);
+            const u32 stage = base + Shared::STAGE + slot * STAGE_BYTES;
             mbarrier_wait(base + Shared::EMPTY + slot * 8, count / STAGES & 1 ^ 1);
             if constexpr (BULK_COPIES) {
-                if (loader.lane == 0) mbarrier_arrive_expect(full, max(0, min(HALF, end - token)) * ROW_BYTES);
+                if (loader.lane() == 0) mbarrier_arrive_expect(full, max(0, min(HALF, end - token)) * TOKEN_BYTES);
                 __syncwarp();
-                loader.copy(page, token, end, half_stage, full, policy);
+                loader.copy(page, token, end, stage, full, policy);
             } else {
-                loader.copy_bytes(request, token, end, half_stage);
+                loader.copy_bytes(request, token, end, stage);
                 __syncwarp();
-                if (loader.lane == 0) mbarrier_arrive(full);
+                if (loader.lane() == 0) mbarrier_arrive(full);
             }
         }
     }

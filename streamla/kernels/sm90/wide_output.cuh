@@ -1,18 +1,10 @@
 // Wide attention: accumulators to the result, or to a partial slot.
 #pragma once
 
+#include "output.cuh"
 #include "wide_tile.cuh"
 
 namespace streamla {
-
-struct Output {
-    u16* out;  // bf16
-    float* lse;
-    Rows out_rows, lse_rows;
-    float* out_partial;  // (slots, ROWS, LATENT)
-    float* lse_partial;  // (slots, ROWS), natural log
-    float lse_scale;
-};
 
 // All math warps have added their last tile. Leaves each column's 1 / mass (times the value scale) in the
 // scratch and writes its log mass.
@@ -29,7 +21,7 @@ DEVICE void finish_rows(
         const int column = 8 * (i / 2) + 2 * lane.lane_pair + i % 2;
         if (lane.lane_row == 0) store_shared(scratch + (warp * COLUMNS + column) * 4, sum);
     }
-    named_barrier(MATH_BARRIER, MATH_THREADS);
+    named_barrier(BARRIER_MATH, MATH_THREADS);
     const int column = forget(static_cast<int>(threadIdx.x));
     if (column < COLUMNS) {
         float sum = 0.f;
@@ -40,24 +32,15 @@ DEVICE void finish_rows(
         if (column < num_rows) {
             const int row = first_row + column;
             if (item.slot < 0)
-                o.lse[o.lse_rows.offset(item.request, row)] = log_mass * o.lse_scale;
+                o.lse[o.lse_strides.at(item.request, row)] = log_mass * o.lse_scale;
+            else if (o.merges)
+                o.exchange().store_lse(item.slot, row, log_mass);
             else
-                o.lse_partial[static_cast<i64>(item.slot) * ROWS + row] = log_mass;
+                o.lse_partial[static_cast<i64>(item.slot) * TOTAL_ROWS + row] = log_mass;
         }
         store_shared(shared + Shared::FACTOR + column * 4, sum == 0.f ? 0.f : value_scale / sum);
     }
-    named_barrier(MATH_BARRIER, MATH_THREADS);
-}
-
-DEVICE void store_final(u16* p, const float (&v)[8], bool aligned) {
-    uint4 w = {pack_bfloat2(v[0], v[1]), pack_bfloat2(v[2], v[3]), pack_bfloat2(v[4], v[5]), pack_bfloat2(v[6], v[7])};
-    if (aligned) {
-        *reinterpret_cast<uint4*>(p) = w;
-        return;
-    }
-    const u32 words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) p[i] = words[i / 2] >> (i % 2 * 16);
+    named_barrier(BARRIER_MATH, MATH_THREADS);
 }
 
 // Lanes of neighbouring accumulator rows trade halves, so that every store covers whole sectors of 32 bytes.
@@ -80,7 +63,6 @@ DEVICE void store_partial(float* p, const float (&v)[8], bool exists, const Lane
 DEVICE void store_rows(
     const float (&out)[4][SCORES], const Output& o, const Item& item, int first_row, int num_rows, u32 shared,
     const Lane& lane) {
-    const bool aligned = o.out_rows.aligned16(o.out, 2);
     const int latent = forget(lane.value_latent());
 #pragma unroll
     for (int i = 0; i < COLUMNS / 4; ++i) {
@@ -94,12 +76,27 @@ DEVICE void store_rows(
         }
         const bool exists = column < num_rows;
         const int row = first_row + column;
-        if (item.slot >= 0)
-            store_partial(o.out_partial + (static_cast<i64>(item.slot) * ROWS + row) * LATENT + latent, v, exists,
-                          lane);
-        else if (exists)
-            store_final(o.out + o.out_rows.offset(item.request, row) + latent, v, aligned);
+        if (item.slot >= 0 && o.merges) {
+            if (exists)
+                store_relaxed(o.exchange().row(item.slot, row) + latent / 2,
+                              make_uint4(pack_half2(v[0], v[1]), pack_half2(v[2], v[3]), pack_half2(v[4], v[5]),
+                                         pack_half2(v[6], v[7])));
+        } else if (item.slot >= 0) {
+            store_partial(o.partial(item.slot, row) + latent, v, exists, lane);
+        } else if (exists) {
+            store_bfloats<8>(o.out + o.out_strides.at(item.request, row) + latent, v, o.aligned);
+        }
     }
+}
+
+DEVICE void finish_item(
+    const float (&out)[4][SCORES], const float (&mass)[COLUMNS / 4], const Output& o, const Item& item, float value_scale,
+    u32 shared, const Lane& lane) {
+    const int first_row = this_first_row(), num_rows = min(ROWS, TOTAL_ROWS - first_row);
+    const bool to_programs = item.slot >= 0 && o.merges;
+    if (to_programs) wait_until_emptied(shared + Shared::EMPTIED);
+    finish_rows(mass, o, item, first_row, num_rows, to_programs ? 1.0f : value_scale, shared, lane);
+    store_rows(out, o, item, first_row, num_rows, shared, lane);
 }
 
 }  // namespace streamla

@@ -15,7 +15,7 @@ DEVICE void score_tile(float (&s)[SCORES], Fragments& a, u32 tokens, u64 query) 
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
         raw[chunk][0] = load_shared_u32x4(tokens + chunk * 64);
-        raw[chunk][1] = load_shared_u32x4(tokens + chunk * 64 + 4 * ROW_BYTES);
+        raw[chunk][1] = load_shared_u32x4(tokens + chunk * 64 + 4 * TOKEN_BYTES);
     }
 #pragma unroll
     for (int chunk = 0; chunk < QUERY_CHUNKS; ++chunk) {
@@ -35,7 +35,7 @@ DEVICE void score_tile(float (&s)[SCORES], Fragments& a, u32 tokens, u64 query) 
         wgmma_commit();
         if (chunk + 2 < QUERY_CHUNKS) {
             raw[chunk % 2][0] = load_shared_u32x4(tokens + (chunk + 2) * 64);
-            raw[chunk % 2][1] = load_shared_u32x4(tokens + (chunk + 2) * 64 + 4 * ROW_BYTES);
+            raw[chunk % 2][1] = load_shared_u32x4(tokens + (chunk + 2) * 64 + 4 * TOKEN_BYTES);
         }
     }
     wgmma_wait<0>();
@@ -47,7 +47,7 @@ struct Values {
 
     DEVICE void load(u32 values, int step) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) tokens[i] = load_shared_u32x2(values + (step * 8 + i * 2) * ROW_BYTES);
+        for (int i = 0; i < 4; ++i) tokens[i] = load_shared_u32x2(values + (step * 8 + i * 2) * TOKEN_BYTES);
     }
     // A fragments of four blocks: two latents each, byte by byte from the tokens.
     DEVICE void widen(u32 (&a)[4][4]) const {
@@ -64,7 +64,7 @@ struct Values {
 
 // out^T += V^T P^T over a tile: a group is a step of 16 tokens, for the warpgroup's 4 blocks of 64 latents. `held` is
 // step 0. `between(g)` runs in the shadow of group g. All is complete on return.
-constexpr int VALUE_GROUPS = TILE / 16;
+constexpr int VALUE_GROUPS = TILE_N / 16;
 template <typename Between>
 DEVICE void value_tile(
     float (&out)[4][SCORES], Fragments& a, Values& held, u32 values, u64 probabilities, Between between) {

@@ -10,9 +10,9 @@
 namespace streamla {
 
 struct Query {
-    const u16* nope;
-    const u16* pe;
-    Rows nope_rows, pe_rows;
+    const u16 *nope, *pe;  // bf16
+    Strides nope_strides, pe_strides;
+    bool aligned;  // every row of both starts at a multiple of 16 bytes
 };
 
 // Eight bf16 values from any address.
@@ -80,11 +80,10 @@ private:
 DEVICE void stage_query(const Query& q, int request, int first_row, int num_rows, float score_scale, u32 shared) {
     const int column = threadIdx.x / 4, t = threadIdx.x % 4;
     if (column >= COLUMNS) return;
-    const bool aligned = q.nope_rows.aligned16(q.nope, 2) && q.pe_rows.aligned16(q.pe, 2);
     QuarterRow row = {};
     if (column < num_rows)
-        row.load(q.nope + q.nope_rows.offset(request, first_row + column),
-                 q.pe + q.pe_rows.offset(request, first_row + column), t, aligned);
+        row.load(q.nope + q.nope_strides.at(request, first_row + column),
+                 q.pe + q.pe_strides.at(request, first_row + column), t, q.aligned);
     float largest = row.largest();
     largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));

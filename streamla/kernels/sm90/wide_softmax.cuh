@@ -41,10 +41,10 @@ DEVICE void hide_tokens(float (&s)[SCORES], u32 stage, int token, const Causal& 
         const int limit = causal.limit(8 * (i / 4) + 2 * lane.lane_pair + i % 2) - token;
         if ((i & 2 ? high : low) >= limit) s[i] = NEG_INF;
     }
-    named_barrier(GROUP_BARRIER + lane.group, WARPGROUP);  // the group has read K
+    named_barrier(BARRIER_GROUP + lane.group, WARPGROUP);  // the group has read K
     const int begin = max(0, causal.limit(0) - token), end = causal.seqlen - token;
     constexpr int VECTORS = LATENT / 16;
-    for (int i = begin * VECTORS + threadIdx.x % WARPGROUP; i < TILE * VECTORS; i += WARPGROUP) {
+    for (int i = begin * VECTORS + threadIdx.x % WARPGROUP; i < TILE_N * VECTORS; i += WARPGROUP) {
         const int row = i / VECTORS;
         const u32 address = stage + token_offset(row) + i % VECTORS * 16;
         uint4 v = make_uint4(0, 0, 0, 0);
@@ -80,7 +80,7 @@ DEVICE void raise_references(const float (&s)[SCORES], float (&mass)[COLUMNS / 4
         const int column = 8 * (i / 2) + 2 * lane.lane_pair + i % 2;
         if (lane.lane_row == 0) store_shared(scratch + (lane.warp * COLUMNS + column) * 4, highest[i]);
     }
-    named_barrier(GROUP_BARRIER + lane.group, WARPGROUP);
+    named_barrier(BARRIER_GROUP + lane.group, WARPGROUP);
     const int column = threadIdx.x % WARPGROUP;
     if (column < COLUMNS) {
         float top = NEG_INF;
@@ -94,7 +94,7 @@ DEVICE void raise_references(const float (&s)[SCORES], float (&mass)[COLUMNS / 4
         store_shared(reference, after);
         store_shared(shared + Shared::FACTOR + column * 4, raise ? exp2_approx(before - after) : 1.f);
     }
-    named_barrier(GROUP_BARRIER + lane.group, WARPGROUP);
+    named_barrier(BARRIER_GROUP + lane.group, WARPGROUP);
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
         const float2 factor = load_shared_f32x2(shared + Shared::FACTOR + (8 * block + 2 * lane.lane_pair) * 4);
@@ -106,7 +106,7 @@ DEVICE void raise_references(const float (&s)[SCORES], float (&mass)[COLUMNS / 4
 // Whether any score of the group's tile exceeds its reference by more than fp16 can bear. `excess`: the most that this
 // thread has met.
 DEVICE bool must_raise(float excess, const Lane& lane) {
-    return named_barrier_any(GROUP_BARRIER + lane.group, WARPGROUP, excess > LIMIT);
+    return named_barrier_any(BARRIER_GROUP + lane.group, WARPGROUP, excess > LIMIT);
 }
 
 // Scores less their references to `excess`; a NaN exceeds nothing.
@@ -150,10 +150,10 @@ DEVICE void publish(
     if (threadIdx.x % WARPGROUP == 0) store_shared(shared + Shared::RAISED, static_cast<u32>(raised));
     const int l = threadIdx.x % WARP;
     const int place = 16 * lane.warp + l / 8 % 2 * 8 + l % 8 / 4 * 4 + l % 2 * 2 + l / 2 % 2;
-    const u32 address = shared + Shared::PROBABILITY + l / 16 * (TILE * 16) + place * 16;
+    const u32 address = shared + Shared::PROBABILITY + l / 16 * (TILE_N * 16) + place * 16;
 #pragma unroll
     for (int i = 0; i < SCORES; i += 8)
-        store_matrix_x4(address + i / 4 * (TILE * 16), pack_half2(p[i], p[i + 1]), pack_half2(p[i + 2], p[i + 3]),
+        store_matrix_x4(address + i / 4 * (TILE_N * 16), pack_half2(p[i], p[i + 1]), pack_half2(p[i + 2], p[i + 3]),
                         pack_half2(p[i + 4], p[i + 5]), pack_half2(p[i + 6], p[i + 7]));
     fence_async_proxy();
     __syncwarp();
