@@ -104,7 +104,7 @@ def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
     return CostModel(
         tile_n=TILE_N,
         num_programs=max(1, arch.units // Variant.of(spec).row_tiles),
-        overhead_tiles=1,
+        overhead_tiles=5,
     )
 
 

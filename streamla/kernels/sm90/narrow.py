@@ -109,7 +109,7 @@ class Variant:
 
 def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
     return CostModel(
-        tile_n=TILE_N, num_programs=arch.units // Variant.of(spec).row_tiles, overhead_tiles=5
+        tile_n=TILE_N, num_programs=arch.units // Variant.of(spec).row_tiles, overhead_tiles=8
     )
 
 

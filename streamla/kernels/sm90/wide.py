@@ -44,7 +44,7 @@ def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
     return CostModel(
         tile_n=TILE_N,
         num_programs=max(1, arch.units // num_row_tiles(spec)),
-        overhead_tiles=1,
+        overhead_tiles=8,
     )
 
 
