@@ -209,6 +209,12 @@ def _formats() -> Iterator[Case]:
             "one key has weight 1: the output is the stored row times its scale, rounded once",
             (1,) * 4, kv_format=fmt, data="all-bytes",
         )  # fmt: skip
+    for heads in (16, 64, 96):
+        yield Case(
+            f"one-key-high-scores-heads-{heads}",
+            "a reference that is rounded leaves the one key a probability that is no power of two; it cancels",
+            (1,) * 8, k_scale=17.6, num_heads=heads, data="all-bytes",
+        )  # fmt: skip
     for scale in (0.37, 1.0, 5.3):
         yield Case(
             f"scale-{scale}", "the scale reaches both the scores and the values", (130, 65),

@@ -143,7 +143,8 @@ DEVICE void wait_for_room(u32 tile, u32 shared) {
     mbarrier_wait(shared + Shared::PROBABILITY_EMPTY, (tile & 1) ^ 1);
 }
 
-// Probabilities to shared memory, and their sums to `mass`. The four matrices of a stmatrix are the accumulator rows
+// Probabilities to shared memory, and their sums to `mass`: of what fp16 holds of them, so that who sees one key returns it to
+// the last bit, though the reference is rounded and the probability is not quite 2^HEADROOM. The four matrices of a stmatrix are the accumulator rows
 // (lane_row, 0) and (lane_row, 1) of one block, then of the next.
 DEVICE void publish(
     const float (&p)[SCORES], float (&mass)[COLUMNS / 4], bool raised, u32 shared, const Lane& lane) {
@@ -151,15 +152,21 @@ DEVICE void publish(
     const int l = threadIdx.x % WARP;
     const int place = 16 * lane.warp + l / 8 % 2 * 8 + l % 8 / 4 * 4 + l % 2 * 2 + l / 2 % 2;
     const u32 address = shared + Shared::PROBABILITY + l / 16 * (TILE_N * 16) + place * 16;
+    u32 pairs[SCORES / 2];
 #pragma unroll
-    for (int i = 0; i < SCORES; i += 8)
-        store_matrix_x4(address + i / 4 * (TILE_N * 16), pack_half2(p[i], p[i + 1]), pack_half2(p[i + 2], p[i + 3]),
-                        pack_half2(p[i + 4], p[i + 5]), pack_half2(p[i + 6], p[i + 7]));
+    for (int i = 0; i < SCORES; i += 2) pairs[i / 2] = pack_half2(p[i], p[i + 1]);
+#pragma unroll
+    for (int i = 0; i < SCORES / 2; i += 4)
+        store_matrix_x4(address + i / 2 * (TILE_N * 16), pairs[i], pairs[i + 1], pairs[i + 2], pairs[i + 3]);
     fence_async_proxy();
     __syncwarp();
     if (l < ARRIVING_LANES) mbarrier_arrive(shared + Shared::PROBABILITY_FULL);
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 4; ++i) mass[i] += p[i / 2 * 4 + i % 2] + p[i / 2 * 4 + i % 2 + 2];
+    for (int block = 0; block < BLOCKS; ++block) {
+        const float2 low = unpack_half2(pairs[2 * block]), high = unpack_half2(pairs[2 * block + 1]);
+        mass[2 * block] += low.x + high.x;
+        mass[2 * block + 1] += low.y + high.y;
+    }
 }
 
 // Apply the factors of a tile that raised references. The owner's mass has them already.
