@@ -212,7 +212,9 @@ def test_a_compiled_graph_keeps_both_steps(device):
     torch._dynamo.reset()
     compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
     got = compiled(caches[1], inputs.q_nope, inputs.kv_c)
-    assert torch.equal(caches[1], caches[0])
+    assert torch.equal(
+        *(cache.view(torch.int16) for cache in caches)
+    )  # bits: memory nobody wrote may hold NaN
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
     assert not torch.equal(want[0], want[1])

@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int* program_items = work_indptr + this_program();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            mbarrier_init(shared + Shared::FULL + stage * 8, LOAD_WARPS);
+            mbarrier_init(shared + Shared::FULL + stage * 8, LOAD_WARPS * (BULK_COPIES ? 1 : ARRIVING_LANES));
             mbarrier_init(shared + Shared::EMPTY + stage * 8, MATH_WARPS * ARRIVING_LANES);
         }
         mbarrier_init(shared + Shared::PROBABILITY_FULL, GROUP_WARPS * ARRIVING_LANES);

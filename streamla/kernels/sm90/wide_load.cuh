@@ -77,7 +77,7 @@ DEVICE void load_items(const Cache& cache, const int* work, const int* program_i
             } else {
                 loader.copy_bytes(request, token, end, stage);
                 __syncwarp();
-                if (loader.lane() == 0) mbarrier_arrive(full);
+                if (loader.lane() < ARRIVING_LANES) mbarrier_arrive(full);
             }
         }
     }
