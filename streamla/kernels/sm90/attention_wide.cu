@@ -5,8 +5,8 @@
 //
 //     group 0   scores 0 | softmax 0 | values 0 | scores 2             | values 1 + softmax 2 | values 2 | ...
 //     group 1        scores 1        | values 0 + softmax 1 | values 1 | scores 3             | values 2 + softmax 3 ...
+#include "wide_finish.cuh"
 #include "wide_load.cuh"
-#include "wide_output.cuh"
 #include "wide_product.cuh"
 #include "wide_query.cuh"
 #include "wide_softmax.cuh"

@@ -1,4 +1,4 @@
-// Wide attention: accumulators to the result, or to a partial slot.
+// Wide attention: the end of an item, from accumulators to the result or to a partial slot.
 #pragma once
 
 #include "output.cuh"
