@@ -80,7 +80,7 @@ class Variant:
 
 
 def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
-    return CostModel(tile_n=TILE_N, num_programs=arch.units, overhead_tiles=3)
+    return CostModel(tile_n=TILE_N, num_programs=arch.units, overhead_tiles=1)
 
 
 @functools.cache
