@@ -67,7 +67,8 @@ class DecodePlan:
         split_indptr: (batch + 1,) int32; slots [split_indptr[b], split_indptr[b + 1]) are request b's,
             none if the request was not split.
         status: (1,) int32, bits LENGTH_NEGATIVE and LENGTH_CLAMPED.
-        counters: (batch + 1,) int32 for kernels that merge in the same launch; the planner zeroes them.
+        counters: (batch + 1,) int32 for kernels that merge in the same launch; the planner zeroes them. They count slots of
+            all launches on the plan, so it must be made anew before 2^31 of a request's: 16 million launches of one in 132 splits.
         out_partial: (num_slots, seqlen_q, num_heads, kv_lora_rank) float32 workspace.
         lse_partial: (num_slots, seqlen_q, num_heads) float32 workspace, natural log.
     """

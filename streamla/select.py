@@ -36,14 +36,20 @@ class Impl:
         return importlib.import_module(self.module)
 
 
-def _why_not_sm90(spec: MLASpec, arch: Arch, question: str = "why_not") -> str | None:
-    if arch.target != "sm_90a":
-        return f"needs sm_90a (Hopper), this is {arch.target}"
-    return getattr(importlib.import_module("streamla.kernels.sm90"), question)(spec)
+def _why_not_hopper(arch: Arch) -> str | None:
+    return None if arch.target == "sm_90a" else f"needs sm_90a (Hopper), this is {arch.target}"
+
+
+def _why_not_sm90(spec: MLASpec, arch: Arch) -> str | None:
+    if (reason := _why_not_hopper(arch)) is not None:
+        return reason
+    return importlib.import_module("streamla.kernels.sm90").why_not(spec, arch)
 
 
 def _why_no_epilogue_sm90(spec: MLASpec, arch: Arch) -> str | None:
-    return _why_not_sm90(spec, arch, "why_no_epilogue")
+    if (reason := _why_not_hopper(arch)) is not None:
+        return reason
+    return importlib.import_module("streamla.kernels.sm90").why_no_epilogue(spec)
 
 
 def _why_not_reference(spec: MLASpec, arch: Arch) -> str | None:

@@ -1,11 +1,17 @@
 """What the machine code of the fp8 Hopper kernels must be: its pipeline, not only its results."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
+from streamla.arch import arch_by_name
+from streamla.kernels import sm90
 from streamla.kernels.sm90 import narrow, wide
 from streamla.kernels.sm90.launch import rows_of_program
 from streamla.runtime.facts import KernelFacts
 from streamla.runtime.offline import compile_variant, find_variants
+from streamla.select import select
 from streamla.spec import KVFormat, MLASpec
 
 SHARED_LIMIT = 227 << 10  # bytes one program may have on sm_90
@@ -65,6 +71,25 @@ def test_shared_memory_fits_one_program(rows):
     assert variant.rows - rows < 8
     step = narrow.Variant.of(MLASpec(rows, KVFormat.FP8_E4M3FN), step=True)
     assert variant.shared_bytes < step.shared_bytes <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(("num_heads", "seqlen_q"), [(128, 67), (64, 133)])
+def test_programs_that_could_not_all_be_resident_are_refused(num_heads, seqlen_q):
+    spec = MLASpec(num_heads, KVFormat.FP8_E4M3FN, seqlen_q=seqlen_q)
+    tiles = wide.num_row_tiles(spec)
+    h200 = arch_by_name("h200")
+    assert sm90.why_not(replace(spec, seqlen_q=h200.units * seqlen_q // tiles), h200) is None
+    assert (
+        sm90.why_not(spec, h200)
+        == f"needs at most 132 tiles of query rows, one an SM, these are {tiles}"
+    )
+    chosen = select(spec, h200, "auto").name
+    assert chosen == "portable"
+
+
+def test_a_merge_of_more_requests_than_a_grid_holds_is_refused():
+    with pytest.raises(ValueError, match=r"plan: need at most 65535 requests .*; got 65536"):
+        sm90.merge(SimpleNamespace(batch=65536), None, None, 1.0)
 
 
 def test_row_tiles_are_few_and_then_narrow():

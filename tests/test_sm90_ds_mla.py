@@ -2,12 +2,14 @@
 
 import pytest
 
+from streamla.arch import arch_by_name
 from streamla.kernels import sm90
 from streamla.kernels.sm90 import ds_mla
 from streamla.runtime.facts import KernelFacts
 from streamla.runtime.offline import compile_variant, find_variants
 from streamla.spec import KVFormat, MLASpec
 
+H200 = arch_by_name("h200")
 SHARED_LIMIT = 227 << 10  # bytes one program may have on sm_90
 KEY_STEPS = 576 // 16  # wgmma steps of 16 dimensions
 VALUE_STEPS = 64 // 16 * (512 // 64)  # of 16 tokens, for each 64 latents
@@ -64,6 +66,6 @@ def test_a_bulk_copy_stays_in_a_page_and_in_half_a_tile(page_size, run):
 
 
 def test_rows_of_many_programs_are_served_up_to_a_limit():
-    assert sm90.why_not(MLASpec(128, KVFormat.FP8_DS_MLA, seqlen_q=4)) is None
-    reason = sm90.why_not(MLASpec(128, KVFormat.FP8_DS_MLA, seqlen_q=5))
+    assert sm90.why_not(MLASpec(128, KVFormat.FP8_DS_MLA, seqlen_q=4), H200) is None
+    reason = sm90.why_not(MLASpec(128, KVFormat.FP8_DS_MLA, seqlen_q=5), H200)
     assert reason == "needs at most 512 query rows over fp8_ds_mla, these are 640"

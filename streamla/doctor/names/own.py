@@ -38,7 +38,7 @@ OWN: tuple[Family, ...] = (
     ),
     Family(
         "streamla-sm90", ATTENTION, r"^mla_attention_wide$",
-        {**_FP8, "merge": "in the same kernel", "row_steps": (16, 32, 48, 64)},
-        note="one binary a shape: the tile is the least of 16, 32, 48 and 64 rows that holds the rows",
+        {**_FP8, "merge": "in the same kernel", "row_steps": (48, 64)},
+        note="one binary a shape: the tile is the lesser of 48 and 64 rows that holds the rows",
     ),
 )  # fmt: skip

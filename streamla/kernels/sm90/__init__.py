@@ -39,8 +39,8 @@ __all__ = [
 MAX_NARROW_ROWS = 32
 
 
-def why_not(spec: MLASpec) -> str | None:
-    """None if these kernels serve `spec`, else the reason as a sentence."""
+def why_not(spec: MLASpec, arch: Arch) -> str | None:
+    """None if these kernels serve `spec` on `arch`, else the reason as a sentence."""
     if spec.kv_format not in (KVFormat.FP8_E4M3FN, KVFormat.FP8_DS_MLA, KVFormat.BF16):
         return f"needs an fp8_e4m3fn, fp8_ds_mla or bf16 cache, this is {spec.kv_format.value}"
     if spec.kv_format is KVFormat.BF16 and spec.rows > MAX_NARROW_ROWS:
@@ -51,6 +51,9 @@ def why_not(spec: MLASpec) -> str | None:
         return f"needs at most {ds_mla.MAX_ROWS} query rows over fp8_ds_mla, these are {spec.rows}"
     if (spec.kv_lora_rank, spec.qk_rope_head_dim) != (512, 64):
         return f"needs rows of 512 + 64, these are {spec.kv_lora_rank} + {spec.qk_rope_head_dim}"
+    row_tiles = _kernels(spec).num_row_tiles(spec)
+    if row_tiles > arch.units:  # programs wait for each other, so all must be resident
+        return f"needs at most {arch.units} tiles of query rows, one an SM, these are {row_tiles}"
     return None
 
 

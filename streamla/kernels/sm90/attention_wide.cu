@@ -1,6 +1,6 @@
 // MLA decode attention for 33 query rows and more over an fp8_e4m3fn cache (docs/attention-sm90-wide.md).
 //
-// Two warps load tiles of 64 tokens. Two math warpgroups own alternate tiles: the owner computes a tile's scores and,
+// Two warps load tiles of 64 tokens, one empties slots. Two math warpgroups own alternate tiles: the owner computes a tile's scores and,
 // while it adds the values of the tile before, its probabilities; both add its values, each for half of the latents.
 //
 //     group 0   scores 0 | softmax 0 | values 0 | scores 2             | values 1 + softmax 2 | values 2 | ...
@@ -93,8 +93,7 @@ DEVICE void run_math(const Query& query, const Output& output, const Softmaxing&
     const Lane lane(threadIdx.x);
     int index = load_index(program_items);
     u32 tiles = 0;
-    Item item{};
-    item.slot = -1;
+    Item item = Item::none();
     int request = index < load_index(program_items + 1) ? Item::load_request(work, index) : 0;
     for (; index < load_index(program_items + 1); ++index) {
         State state = {};

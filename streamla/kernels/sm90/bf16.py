@@ -79,6 +79,10 @@ class Variant:
         return compile_cuda(SOURCE, defines=self.defines)
 
 
+def num_row_tiles(spec: MLASpec) -> int:
+    return 1
+
+
 def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
     return CostModel(tile_n=TILE_N, num_programs=arch.units, overhead_tiles=1)
 

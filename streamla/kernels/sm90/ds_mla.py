@@ -100,6 +100,10 @@ class Variant:
         return compile_cuda(SOURCE, defines=self.defines)
 
 
+def num_row_tiles(spec: MLASpec) -> int:
+    return Variant.of(spec).row_tiles
+
+
 def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
     return CostModel(
         tile_n=TILE_N,
@@ -147,5 +151,5 @@ def attend(
 
 def warmup(spec: MLASpec) -> None:
     """Compile and load the kernels of `spec` on the current device."""
-    variant = Variant.of(spec)
-    attention_kernel(variant).load()
+    for contiguous_tokens in (True, False):
+        attention_kernel(Variant.of(spec, contiguous_tokens)).load()

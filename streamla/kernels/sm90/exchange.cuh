@@ -1,4 +1,4 @@
-// Partials between the programs of one launch: words of fp16 pairs, and no flag says that they are stored.
+// Partials between the programs of one launch: words of one or two latents, and no flag says that they are stored.
 //
 // While the first tiles load, a spare warp of every program fills its slots with EMPTY, a word that no result
 // has, and waits until all programs of its requests have done so. From then on every word tells by itself

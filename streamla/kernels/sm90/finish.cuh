@@ -1,5 +1,5 @@
-// The end of an item: the teams add up what they have, and the result leaves the program, as a partial
-// (fp32, normalised) or, if the item is the whole request, as the output itself (bf16).
+// The end of an item: the teams add up what they have, and the result leaves the program, as a normalised partial (words of
+// exchange.cuh, or fp32 for a merge in a launch of its own) or, if the item is the whole request, as the output itself (bf16).
 //
 // Each team finishes half of the rows. It sends its accumulators of the other's rows through the last stage it has
 // read, which it has not released yet. Nobody else is on the SM meanwhile: which rows a team finishes is known at compile

@@ -1,4 +1,4 @@
-"""What the launchers of the fp8 kernels share: one order of arguments, whatever the cache holds."""
+"""What the launchers share: one order of arguments, whatever the cache holds."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def view_bytes(kv_cache: torch.Tensor) -> tuple[int, int, int]:
     return kv_cache.data_ptr(), item * kv_cache.stride(0), item * kv_cache.stride(1)
 
 
-def copyable(view: tuple[int, int, int]) -> bool:
+def copyable(cache: tuple[int, int, int]) -> bool:
     """Whether every row of a cache starts where a bulk copy can."""
-    return not any(place % COPY_ALIGNMENT for place in view)
+    return not any(place % COPY_ALIGNMENT for place in cache)
 
 
 def cache_view(kv_cache: torch.Tensor) -> tuple[int, int, int]:
@@ -110,10 +110,10 @@ def cache_view(kv_cache: torch.Tensor) -> tuple[int, int, int]:
     Raises:
         ValueError: they cannot.
     """
-    view = view_bytes(kv_cache)
-    if not copyable(view):
+    cache = view_bytes(kv_cache)
+    if not copyable(cache):
         raise ValueError(
             f"kv_cache: need rows that start at a multiple of {COPY_ALIGNMENT} bytes for impl='sm90' (a plan "
-            f"with impl='portable' takes any); got address {view[0]:#x}, strides {tuple(kv_cache.stride())}"
+            f"with impl='portable' takes any); got address {cache[0]:#x}, strides {tuple(kv_cache.stride())}"
         )
-    return view
+    return cache

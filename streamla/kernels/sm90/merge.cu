@@ -5,10 +5,10 @@
 
 namespace streamla {
 
-// A row's partials are shared out to teams of threads, four latents a thread.
-constexpr int TEAM_THREADS = LATENT / 4;
-constexpr int TEAMS = 4;
-constexpr int THREADS = TEAMS * TEAM_THREADS;
+// A row's partials are shared out to slices of threads, four latents a thread.
+constexpr int SLICE_THREADS = LATENT / 4;
+constexpr int SLICES = 4;
+constexpr int THREADS = SLICES * SLICE_THREADS;
 constexpr int DEPTH = 4;  // partials in flight
 
 // Four latents, weighted relative to exp(largest).
@@ -32,14 +32,14 @@ struct Weighted {
         value[3] += weight * v.w;
         sum += weight;
     }
-    // Slots begin, begin + TEAMS, ... before end. `v` and `lse` are those of slot 0.
+    // Slots begin, begin + SLICES, ... before end. `v` and `lse` are those of slot 0.
     DEVICE void add_partials(const float* v, const float* lse, int begin, int end) {
-        for (int first = begin; first < end; first += TEAMS * DEPTH) {
+        for (int first = begin; first < end; first += SLICES * DEPTH) {
             float4 values[DEPTH];
             float lses[DEPTH], new_largest = largest;
 #pragma unroll
             for (int i = 0; i < DEPTH; i++) {
-                const int slot = first + i * TEAMS;
+                const int slot = first + i * SLICES;
                 const i64 row = static_cast<i64>(slot) * TOTAL_ROWS;
                 lses[i] = slot < end ? __ldcg(lse + row) : NEG_INF;
                 if (lses[i] == -NEG_INF) lses[i] = NEG_INF;  // how some libraries write an empty row
@@ -79,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     mla_merge(const int* split_indptr, u16* out, i64 out_batch, i64 out_query, i64 out_head, int out_aligned,
               float* lse, i64 lse_batch, i64 lse_query, i64 lse_head, float* out_partial, float* lse_partial,
               float lse_scale) {
-    __shared__ Weighted others[TEAMS - 1][TEAM_THREADS];
-    const int team = threadIdx.x / TEAM_THREADS, thread = threadIdx.x % TEAM_THREADS;
+    __shared__ Weighted others[SLICES - 1][SLICE_THREADS];
+    const int slice = threadIdx.x / SLICE_THREADS, thread = threadIdx.x % SLICE_THREADS;
     const int row = blockIdx.x, request = blockIdx.y, latent = thread * 4;
     const int begin = __ldg(split_indptr + request), end = __ldg(split_indptr + request + 1);
     if (begin == end) return;
@@ -94,11 +94,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                         lse_scale,
                         false};
     Weighted w;
-    w.add_partials(output.partial(0, row) + latent, lse_partial + row, begin + team, end);
-    if (team) others[team - 1][thread] = w;
+    w.add_partials(output.partial(0, row) + latent, lse_partial + row, begin + slice, end);
+    if (slice) others[slice - 1][thread] = w;
     __syncthreads();
-    if (team) return;
+    if (slice) return;
 #pragma unroll
-    for (int i = 0; i < TEAMS - 1; i++) w.join(others[i][thread]);
+    for (int i = 0; i < SLICES - 1; i++) w.join(others[i][thread]);
     w.store(output, request, row, latent);
 }

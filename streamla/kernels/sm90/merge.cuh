@@ -12,6 +12,8 @@ namespace streamla {
 // Where a unit of merging lies, `LANE_WORDS` words a lane: its row, and this lane's latents of it.
 template <int LANE_WORDS>
 struct Unit {
+    static_assert(LANE_WORDS == 1 || LANE_WORDS % 4 == 0, "loads of 4 or 16 bytes");
+    static_assert(ROW_WORDS % (WARP * LANE_WORDS) == 0, "whole units in a row");
     static constexpr int LANE_LATENTS = LANE_WORDS * WORD_LATENTS, IN_ROW = ROW_WORDS / (WARP * LANE_WORDS);
     int row, latent;
 
@@ -53,6 +55,7 @@ struct UnitSum {
     template <int DEPTH>
     DEVICE void add_partials(const Exchange& exchange, const Unit<LANE_WORDS>& unit, int begin, int end, int stride,
                              int lane) {
+        static_assert(DEPTH <= WARP, "a lane for the lse of each");
         for (int first = begin; first < end; first += stride * DEPTH) {
             const int own = first + stride * lane;
             const u32 *own_lse = exchange.lse(own, unit.row), *first_words = unit.words(exchange, first);
@@ -159,7 +162,7 @@ DEVICE u32 unit_mass(u32 scratch, int warp) { return unit_value(scratch, MATH_WA
 constexpr u32 SCRATCH_BYTES = MATH_WARPS * (WARP_VALUES * 4 + 8);
 constexpr u32 MERGE_BYTES = 2 * SCRATCH_BYTES;  // passes take turns
 
-DEVICE void publish(const ManySum& w, u32 scratch, int warp, int lane) {
+DEVICE void publish_sum(const ManySum& w, u32 scratch, int warp, int lane) {
 #pragma unroll
     for (int j = 0; j < ManySum::LANE_LATENTS; j++) store_shared(unit_value(scratch, warp, j, lane), w.value[j]);
     if (lane == 0) store_shared(unit_mass(scratch, warp), make_float2(w.largest, w.sum));
@@ -202,7 +205,7 @@ DEVICE void merge_many(const Share& share, u32 scratches, int& pass, int warp, i
         if (i < num_units)
             w.add_partials<MERGE_DEPTH>(share.output.exchange(), Unit<MANY_WORDS>::of(share.row_begin, i, lane),
                                         share.item.split_begin + place, share.item.split_end, 1 << doublings, lane);
-        publish(w, scratch, warp, lane);
+        publish_sum(w, scratch, warp, lane);
         named_barrier(BARRIER_MATH, MATH_THREADS);
         const int of_lane = place * (WARP >> doublings) + (lane >> doublings);
         w = join_warps(scratch, warp - place, doublings, of_lane);

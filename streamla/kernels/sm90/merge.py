@@ -15,6 +15,7 @@ from streamla.spec import MLASpec
 
 SOURCE = Path(__file__).with_name("merge.cu")
 THREADS = 512
+MAX_BATCH = 65535  # programs along the second axis of a grid
 
 _VIEW = (PTR, I64, I64, I64)
 _PARAMS = (PTR, *_VIEW, I32, *_VIEW, PTR, PTR, F32)
@@ -40,7 +41,15 @@ def merge_kernel(num_heads: int, seqlen_q: int) -> Kernel:
 
 
 def merge(plan: DecodePlan, out: torch.Tensor, lse: torch.Tensor, lse_scale: float) -> None:
-    """Finish the split requests from their partials."""
+    """Finish the split requests from their partials.
+
+    Raises:
+        ValueError: more requests than a grid has room for.
+    """
+    if plan.batch > MAX_BATCH:
+        raise ValueError(
+            f"plan: need at most {MAX_BATCH} requests for merge with impl='sm90'; got {plan.batch}"
+        )
     spec = plan.spec
     merge_kernel(spec.num_heads, spec.seqlen_q).launch(
         (spec.rows, plan.batch, 1),

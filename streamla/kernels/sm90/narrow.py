@@ -107,6 +107,10 @@ class Variant:
         return compile_cuda(SOURCE, defines=self.defines)
 
 
+def num_row_tiles(spec: MLASpec) -> int:
+    return Variant.of(spec).row_tiles
+
+
 def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
     return CostModel(
         tile_n=TILE_N, num_programs=arch.units // Variant.of(spec).row_tiles, overhead_tiles=8
@@ -176,6 +180,6 @@ def decode_step(
 
 def warmup(spec: MLASpec) -> None:
     """Compile and load the kernels of `spec` on the current device."""
-    variant = Variant.of(spec)
-    attention_kernel(variant).load()
-    attention_kernel(Variant.of(spec, step=True)).load()
+    for contiguous_tokens in (True, False):
+        for step in (False, True):
+            attention_kernel(Variant.of(spec, contiguous_tokens, step)).load()

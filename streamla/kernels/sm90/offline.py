@@ -41,7 +41,7 @@ def offline_variants(target: str) -> list[CudaVariant]:
     narrows = [_narrow(spec) for spec in _NARROW]
     steps = [_narrow(spec, step=True) for spec in _NARROW]
     group_scales = [_group_scales(spec) for spec in _GROUP_SCALES]
-    wides = [_wide(spec) for spec in _WIDE]
+    wides = [*(_wide(spec) for spec in _WIDE), _wide(_WIDE[0], bulk_copies=False)]
     return [*narrows, *steps, *group_scales, *wides, _merge(_NARROW[0])]
 
 
@@ -67,11 +67,11 @@ def _group_scales(spec: MLASpec) -> CudaVariant:
     )  # fmt: skip
 
 
-def _wide(spec: MLASpec) -> CudaVariant:
-    kernel = wide.attention_kernel(spec)
+def _wide(spec: MLASpec, bulk_copies: bool = True) -> CudaVariant:
+    kernel = wide.attention_kernel(spec, bulk_copies)
     return CudaVariant(
-        _name("attention-wide", spec), wide.SOURCE, kernel.name, kernel.threads, kernel.shared_bytes,
-        wide.defines(spec),
+        _name("attention-wide" if bulk_copies else "attention-wide-bytes", spec), wide.SOURCE, kernel.name, kernel.threads, kernel.shared_bytes,
+        wide.defines(spec, bulk_copies),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-// What an attention kernel over fp8 is compiled for and what it is given, whatever its tiles are: sizes, the plan, tensors.
+// What a kernel over fp8, or a merge, is compiled for and what it is given, whatever its tiles are: sizes, the plan, tensors.
 #pragma once
 
 #include "wgmma.cuh"
@@ -14,7 +14,7 @@ namespace streamla {
 constexpr bool GROUP_SCALES = STREAMLA_GROUP_SCALES;
 constexpr int NUM_HEADS = STREAMLA_NUM_HEADS;
 constexpr int SEQLEN_Q = STREAMLA_SEQLEN_Q;
-constexpr int ROWS = STREAMLA_ROWS;  // query rows of a program
+constexpr int ROWS = STREAMLA_ROWS;  // query rows of a program (of a request, for a merge in a launch of its own)
 
 constexpr int TOTAL_ROWS = NUM_HEADS * SEQLEN_Q;  // row r is query r / NUM_HEADS, head r % NUM_HEADS
 constexpr int ROW_TILES = (TOTAL_ROWS + ROWS - 1) / ROWS;
@@ -50,6 +50,12 @@ struct Item {
         asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(item.slot), "=r"(item.split_begin), "=r"(item.split_end), "=r"(item.unused)
                      : "l"(row + 4));
+        return item;
+    }
+    // That of a program without items: in no slot.
+    DEVICE static Item none() {
+        Item item{};
+        item.slot = -1;
         return item;
     }
     // The request alone: where its query lies.

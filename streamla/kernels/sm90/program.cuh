@@ -4,7 +4,7 @@
 
 #include "finish.cuh"
 #include "load.cuh"
-#include "merge.cuh"
+#include "merge.cuh"  // behind tile.cuh, which the others include
 
 namespace streamla {
 
@@ -37,8 +37,7 @@ DEVICE void walk_items(const Output& output, bool causal, float value_scale, con
                        const Attend& attend) {
     const int last_item = load_index(program_items + 1);
     int index = load_index(program_items), position = 0;
-    Item item{};
-    item.slot = -1;
+    Item item = Item::none();
     int request = index < last_item ? Item::load_request(work, index) : 0;
     for (; index < last_item; index++) {
         item = Item::load(work, index);

@@ -3,7 +3,7 @@
 // A program is one block on one SM. It walks its items tile by tile (64 tokens a tile). Two *teams* of math
 // warps take the tiles in turn and meet at the end of an item only. A team is one warpgroup or, as long as
 // the registers allow, two: its *halves*, which share the head dimension of Q K^T, the tokens of the
-// softmax and the latents of P V. One more warp loads.
+// softmax and the latents of P V. One more warpgroup loads, empties slots and writes new rows.
 #pragma once
 
 #include "problem.cuh"
@@ -43,7 +43,7 @@ constexpr int GROUPS = ROWS / 8;
 constexpr int THREAD_ROWS = 2 * GROUPS;
 
 // Of the merge: words that a lane takes of each of many partials, or of few; and how many of many a warp has in flight
-// (132 on 16 warps).
+// (132 on 16 warps; on 8 they take two rounds).
 constexpr int MANY_WORDS = 1, FEW_WORDS = 4, MERGE_DEPTH = 9;
 
 // Named barriers.

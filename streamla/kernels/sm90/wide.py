@@ -25,7 +25,7 @@ from streamla.runtime.nvrtc import compile_cuda
 from streamla.spec import MLASpec
 
 SOURCE = Path(__file__).with_name("attention_wide.cu")
-MAX_ROWS = 64  # of a program
+MAX_TILE_ROWS = 64  # of a program
 THREADS = 384
 
 # kv_cache, page stride, token stride, k_scale
@@ -33,10 +33,10 @@ _PARAMS = attention_params(PTR, I64, I64, PTR)
 
 
 def num_row_tiles(spec: MLASpec) -> int:
-    return -(-spec.rows // MAX_ROWS)
+    return -(-spec.rows // MAX_TILE_ROWS)
 
 
-def rows_of_program(spec: MLASpec) -> int:
+def tile_rows(spec: MLASpec) -> int:
     return -(-spec.rows // num_row_tiles(spec))
 
 
@@ -50,7 +50,7 @@ def cost_model(spec: MLASpec, arch: Arch) -> CostModel:
 
 def shared_bytes(spec: MLASpec) -> int:
     """Dynamic shared memory of a program: wide_tile.cuh lays it out and checks this sum."""
-    columns = -(-rows_of_program(spec) // 16) * 16
+    columns = -(-tile_rows(spec) // 16) * 16
     query = 2 * columns * spec.head_dim
     stages = 4 * (TILE_N * spec.row_bytes + 32)
     probabilities = 2 * columns * TILE_N
@@ -65,7 +65,7 @@ def defines(spec: MLASpec, bulk_copies: bool = True) -> dict[str, int]:
         "STREAMLA_NUM_HEADS": spec.num_heads,
         "STREAMLA_SEQLEN_Q": spec.seqlen_q,
         "STREAMLA_PAGE_SIZE": spec.page_size,
-        "STREAMLA_ROWS": rows_of_program(spec),
+        "STREAMLA_ROWS": tile_rows(spec),
         "STREAMLA_SHARED_BYTES": shared_bytes(spec),
     }
 

@@ -144,8 +144,8 @@ DEVICE void wait_for_room(u32 tile, u32 shared) {
 }
 
 // Probabilities to shared memory, and their sums to `mass`: of what fp16 holds of them, so that who sees one key returns it to
-// the last bit, though the reference is rounded and the probability is not quite 2^HEADROOM. The four matrices of a stmatrix are the accumulator rows
-// (lane_row, 0) and (lane_row, 1) of one block, then of the next.
+// the last bit, though the reference is rounded and the probability is not quite 2^HEADROOM. The four matrices of a stmatrix are
+// the accumulator rows (lane_row, 0) and (lane_row, 1) of one block, then of the next.
 DEVICE void publish(
     const float (&p)[SCORES], float (&mass)[COLUMNS / 4], bool raised, u32 shared, const Lane& lane) {
     if (threadIdx.x % WARPGROUP == 0) store_shared(shared + Shared::RAISED, static_cast<u32>(raised));
