@@ -41,15 +41,15 @@ def _why_not_hopper(arch: Arch) -> str | None:
 
 
 def _why_not_sm90(spec: MLASpec, arch: Arch) -> str | None:
-    if (reason := _why_not_hopper(arch)) is not None:
-        return reason
-    return importlib.import_module("streamla.kernels.sm90").why_not(spec, arch)
+    return _why_not_hopper(arch) or importlib.import_module("streamla.kernels.sm90").why_not(
+        spec, arch
+    )
 
 
 def _why_no_epilogue_sm90(spec: MLASpec, arch: Arch) -> str | None:
-    if (reason := _why_not_hopper(arch)) is not None:
-        return reason
-    return importlib.import_module("streamla.kernels.sm90").why_no_epilogue(spec)
+    return _why_not_hopper(arch) or importlib.import_module(
+        "streamla.kernels.sm90"
+    ).why_no_epilogue(spec)
 
 
 def _why_not_reference(spec: MLASpec, arch: Arch) -> str | None:

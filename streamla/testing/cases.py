@@ -205,29 +205,23 @@ def _formats() -> Iterator[Case]:
             kv_format=fmt, num_heads=4, keep_width=True,
         )  # fmt: skip
         yield Case(
-            f"one-key-{fmt}",
-            "one key has weight 1: the output is the stored row times its scale, rounded once",
+            f"one-key-{fmt}", "one key has weight 1: the output is the stored row times its scale, rounded once",
             (1,) * 4, kv_format=fmt, data="all-bytes",
         )  # fmt: skip
     for heads in (16, 64, 96):
         yield Case(
-            f"one-key-high-scores-heads-{heads}",
-            "a rounded reference leaves the one key a probability that is no power of two; 18.5 makes ties of products",
+            f"one-key-high-scores-heads-{heads}", "a rounded reference cancels from the one key; 18.5 makes ties",
             (1,) * 8, k_scale=18.5, num_heads=heads, data="all-bytes",
         )  # fmt: skip
     for scale in (0.37, 1.0, 5.3):
-        yield Case(
-            f"scale-{scale}", "the scale reaches both the scores and the values", (130, 65),
-            k_scale=scale,
-        )  # fmt: skip
+        yield Case(f"scale-{scale}", "the scale reaches both scores and values", (130, 65), k_scale=scale)  # fmt: skip
     for heads in (8, 16, 24):
         yield Case(
             f"scales-ds-mla-heads-{heads}", "every token scales its groups of latents by numbers of its own",
             (200, 2, 577), kv_format="fp8_ds_mla", num_heads=heads, data="odd-scales",
         )  # fmt: skip
     yield Case(
-        "small-widths",
-        "a model for tests: widths are facts of the spec, not constants of the kernel",
+        "small-widths", "a model for tests: widths are facts of the spec, not constants of the kernel",
         (130, 1, 64), kv_format="bf16", kv_lora_rank=64, qk_rope_head_dim=16, num_heads=4,
         page_size=16,
     )  # fmt: skip

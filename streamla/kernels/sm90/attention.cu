@@ -139,20 +139,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     } else {
         registers_grow<MATH_REGISTERS>();
         wait_for_previous_grid();
-        const Query query{q_nope,
-                          q_pe,
-                          {q_nope_batch, q_nope_query, q_nope_head},
-                          {q_pe_batch, q_pe_query, q_pe_head},
-                          q_aligned != 0};
-        const Output output{out,
-                            lse,
-                            {out_batch, out_query, out_head},
-                            {lse_batch, lse_query, lse_head},
-                            out_partial,
-                            lse_partial,
-                            out_aligned != 0,
-                            lse_scale,
-                            counters != nullptr};
+        const Query query{q_nope, q_pe, {q_nope_batch, q_nope_query, q_nope_head},
+                          {q_pe_batch, q_pe_query, q_pe_head}, q_aligned != 0};
+        const Output output{out, lse, {out_batch, out_query, out_head}, {lse_batch, lse_query, lse_head},
+                            out_partial, lse_partial, out_aligned != 0, lse_scale, counters != nullptr};
         const Softmaxing how{softmax_scale, k_scale, causal != 0};
         ring.wait_as_math();
         run_math(query, output, how, work, work_indptr + program, row_begin, rope, ring);

@@ -166,20 +166,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         shared + Shared::EMPTIED);
     } else {
         registers_grow<MATH_REGISTERS>();
-        const Query query{q_nope,
-                          q_pe,
-                          {q_nope_batch, q_nope_query, q_nope_head},
-                          {q_pe_batch, q_pe_query, q_pe_head},
-                          q_aligned != 0};
-        const Output output{out,
-                            lse,
-                            {out_batch, out_query, out_head},
-                            {lse_batch, lse_query, lse_head},
-                            out_partial,
-                            lse_partial,
-                            out_aligned != 0,
-                            lse_scale,
-                            counters != nullptr};
+        const Query query{q_nope, q_pe, {q_nope_batch, q_nope_query, q_nope_head},
+                          {q_pe_batch, q_pe_query, q_pe_head}, q_aligned != 0};
+        const Output output{out, lse, {out_batch, out_query, out_head}, {lse_batch, lse_query, lse_head},
+                            out_partial, lse_partial, out_aligned != 0, lse_scale, counters != nullptr};
         run_math(query, output, {softmax_scale, k_scale, causal != 0}, work, program_items, shared);
     }
 }

@@ -28,16 +28,18 @@ DEVICE void unpack_word(float* v, u32 word) {
     }
 }
 
+DEVICE i64 partial_row(int slot, int row) { return static_cast<i64>(slot) * TOTAL_ROWS + row; }
+
 // The workspace of partials as the programs of a launch that also merges use it: the words of a row lie at the
 // beginning of its place.
 struct Exchange {
     float *out_partial, *lse_partial;
 
     DEVICE u32* row(int slot, int row) const {
-        return reinterpret_cast<u32*>(out_partial + (static_cast<i64>(slot) * TOTAL_ROWS + row) * LATENT);
+        return reinterpret_cast<u32*>(out_partial + partial_row(slot, row) * LATENT);
     }
     DEVICE u32* lse(int slot, int row) const {
-        return reinterpret_cast<u32*>(lse_partial + static_cast<i64>(slot) * TOTAL_ROWS + row);
+        return reinterpret_cast<u32*>(lse_partial + partial_row(slot, row));
     }
     DEVICE void store_lse(int slot, int row, float v) const {
         store_relaxed(lse(slot, row), v == v ? __float_as_uint(v) : NAN_BITS);

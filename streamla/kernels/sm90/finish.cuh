@@ -139,11 +139,11 @@ DEVICE void store_rows(const Output& output, const Item& item, int row_begin, co
 #pragma unroll
             for (int run = 0; run < RUNS; run++)
                 Latents::store_floats(output.partial(item.slot, row), v[i][run], exists, run, lane);
-            if (writes_lse && exists) output.lse_partial[static_cast<i64>(item.slot) * TOTAL_ROWS + row] = lse[i];
+            if (writes_lse && exists) output.lse_partial[partial_row(item.slot, row)] = lse[i];
         } else if (exists) {
 #pragma unroll
             for (int run = 0; run < RUNS; run++)
-                Latents::store_bfloats(output.out + output.out_strides.at(item.request, row), v[i][run],
+                Latents::store_bfloats(output.out_row(item.request, row), v[i][run],
                                        output.aligned, run, lane);
             if (writes_lse) output.lse[output.lse_strides.at(item.request, row)] = lse[i] * output.lse_scale;
         }

@@ -63,7 +63,7 @@ struct Weighted {
     DEVICE void store(const Output& output, int request, int row, int latent) const {
         const float normal = sum == 0.0f ? 0.0f : 1.0f / sum;
         const float v[4] = {value[0] * normal, value[1] * normal, value[2] * normal, value[3] * normal};
-        store_bfloats<4>(output.out + output.out_strides.at(request, row) + latent, v, output.aligned);
+        store_bfloats<4>(output.out_row(request, row) + latent, v, output.aligned);
         if (latent == 0)
             output.lse[output.lse_strides.at(request, row)] =
                 output.lse_scale * (exponent_base(largest) + LN_2 * log2_approx(sum));
@@ -84,15 +84,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int row = blockIdx.x, request = blockIdx.y, latent = thread * 4;
     const int begin = __ldg(split_indptr + request), end = __ldg(split_indptr + request + 1);
     if (begin == end) return;
-    const Output output{out,
-                        lse,
-                        {out_batch, out_query, out_head},
-                        {lse_batch, lse_query, lse_head},
-                        out_partial,
-                        lse_partial,
-                        out_aligned != 0,
-                        lse_scale,
-                        false};
+    const Output output{out, lse, {out_batch, out_query, out_head}, {lse_batch, lse_query, lse_head},
+                        out_partial, lse_partial, out_aligned != 0, lse_scale, false};
     Weighted w;
     w.add_partials(output.partial(0, row) + latent, lse_partial + row, begin + slice, end);
     if (slice) others[slice - 1][thread] = w;

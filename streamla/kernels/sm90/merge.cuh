@@ -107,7 +107,7 @@ struct UnitSum {
     }
     DEVICE void store(const Output& output, int request, const Unit<LANE_WORDS>& unit, float value_scale) const {
         const float normal = sum == 0.0f ? 0.0f : __fdividef(value_scale, sum);
-        u16* p = output.out + output.out_strides.at(request, unit.row) + unit.latent;
+        u16* p = output.out_row(request, unit.row) + unit.latent;
         constexpr int N = LANE_LATENTS < 8 ? LANE_LATENTS : 8;
 #pragma unroll
         for (int first = 0; first < LANE_LATENTS; first += N) {

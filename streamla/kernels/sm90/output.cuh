@@ -15,9 +15,8 @@ struct Output {
     bool merges;                       // partials go to the programs of this launch, through Exchange
 
     DEVICE Exchange exchange() const { return {out_partial, lse_partial}; }
-    DEVICE float* partial(int slot, int row) const {
-        return out_partial + (static_cast<i64>(slot) * TOTAL_ROWS + row) * LATENT;
-    }
+    DEVICE u16* out_row(int request, int row) const { return out + out_strides.at(request, row); }
+    DEVICE float* partial(int slot, int row) const { return out_partial + partial_row(slot, row) * LATENT; }
 };
 
 // N latents that follow each other, as bf16.

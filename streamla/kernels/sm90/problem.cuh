@@ -1,4 +1,4 @@
-// What a kernel over fp8, or a merge, is compiled for and what it is given, whatever its tiles are: sizes, the plan, tensors.
+// What an attention kernel over fp8, or a merge, is compiled for and what it is given, whatever its tiles are: sizes, the plan, tensors.
 #pragma once
 
 #include "wgmma.cuh"
@@ -39,16 +39,17 @@ DEVICE float load_float(const float* p) {
 
 // One row of plan.work.
 struct Item {
-    int request, begin, end, seqlen, slot, split_begin, split_end, unused;
+    int request, begin, end, seqlen, slot, split_begin, split_end;
 
     DEVICE static Item load(const int* work, int index) {
         const int* row = work + 8 * static_cast<i64>(index);
         Item item;
+        int unused;
         asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(item.request), "=r"(item.begin), "=r"(item.end), "=r"(item.seqlen)
                      : "l"(row));
         asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(item.slot), "=r"(item.split_begin), "=r"(item.split_end), "=r"(item.unused)
+                     : "=r"(item.slot), "=r"(item.split_begin), "=r"(item.split_end), "=r"(unused)
                      : "l"(row + 4));
         return item;
     }

@@ -36,7 +36,7 @@ DEVICE void finish_rows(
             else if (o.merges)
                 o.exchange().store_lse(item.slot, row, log_mass);
             else
-                o.lse_partial[static_cast<i64>(item.slot) * TOTAL_ROWS + row] = log_mass;
+                o.lse_partial[partial_row(item.slot, row)] = log_mass;
         }
         store_shared(shared + Shared::FACTOR + column * 4, sum == 0.f ? 0.f : value_scale / sum);
     }
@@ -84,7 +84,7 @@ DEVICE void store_rows(
         } else if (item.slot >= 0) {
             store_partial(o.partial(item.slot, row) + latent, v, exists, lane);
         } else if (exists) {
-            store_bfloats<8>(o.out + o.out_strides.at(item.request, row) + latent, v, o.aligned);
+            store_bfloats<8>(o.out_row(item.request, row) + latent, v, o.aligned);
         }
     }
 }
